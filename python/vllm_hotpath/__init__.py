@@ -1,0 +1,40 @@
+"""Drop-in GPU ops for the hot paths of Kimi and DeepSeek models, and the vLLM plugin that uses them.
+
+Importing the package loads neither torch nor CUDA. An op is loaded, with torch, when it is first looked up.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vllm_hotpath._core import build_info as _build_info
+
+if TYPE_CHECKING:
+    from vllm_hotpath.ops import Support, is_supported
+    from vllm_hotpath.ops.mla_kv_pack import mla_kv_concat, mla_kv_concat_quant_fp8
+
+__version__: str = _build_info()["version"]
+
+# One line per public name: where it lives.
+_EXPORTS = {
+    "Support": "vllm_hotpath.ops",
+    "is_supported": "vllm_hotpath.ops",
+    "mla_kv_concat": "vllm_hotpath.ops.mla_kv_pack",
+    "mla_kv_concat_quant_fp8": "vllm_hotpath.ops.mla_kv_pack",
+}
+
+__all__ = ["Support", "__version__", "is_supported", "mla_kv_concat", "mla_kv_concat_quant_fp8"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

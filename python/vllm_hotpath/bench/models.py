@@ -1,0 +1,60 @@
+"""The models whose shapes verify and bench use. What a later op needs to know of a model is added here.
+
+Nothing in this file imports torch: the command line reads it to check its arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Model:
+    """Attention sizes of a model, in elements, and the tensor-parallel sizes it is served with."""
+
+    name: str
+    title: str
+    heads: int
+    tp_sizes: tuple[int, ...]
+    nope: int = 128
+    rope: int = 64
+    v: int = 128
+
+    def heads_per_rank(self, tp: int) -> int:
+        """Heads on one of ``tp`` ranks.
+
+        Raises:
+            ValueError: the heads do not split into ``tp`` equal parts.
+        """
+        if self.heads % tp:
+            raise ValueError(f"{self.title} has {self.heads} heads, which {tp} ranks cannot share equally")
+        return self.heads // tp
+
+
+MODELS: dict[str, Model] = {
+    model.name: model
+    for model in (
+        Model("kimi-k3", "Kimi-K3", heads=96, tp_sizes=(1, 2, 4, 8, 16, 32)),
+        Model("kimi-k2.6", "Kimi-K2.6", heads=64, tp_sizes=(1, 2, 4, 8, 16, 32)),
+        Model("deepseek-v3", "DeepSeek-V3", heads=128, tp_sizes=(1, 2, 4, 8, 16, 32)),
+        Model("kimi-linear", "Kimi-Linear", heads=32, tp_sizes=(1, 2, 4, 8)),
+    )
+}
+
+
+def placements(names: list[str] | None = None, tp: int | None = None) -> list[tuple[Model, int]]:
+    """Every (model, tensor-parallel size) asked for.
+
+    Args:
+        names: model names, all of them if empty or None.
+        tp: one tensor-parallel size, or None for all that are meaningful for each model.
+
+    Raises:
+        ValueError: none of the models is served with ``tp`` ranks.
+    """
+    models = [MODELS[name] for name in names or MODELS]
+    chosen = [(model, size) for model in models for size in model.tp_sizes if tp is None or size == tp]
+    if not chosen:
+        offered = "; ".join(f"{m.name}: {', '.join(map(str, m.tp_sizes))}" for m in models)
+        raise ValueError(f"no model asked for is served with --tp {tp} ({offered})")
+    return chosen

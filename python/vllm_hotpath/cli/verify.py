@@ -1,0 +1,85 @@
+"""``verify``: the ops against plain torch, as a table or JSON."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_hotpath import __version__
+from vllm_hotpath.bench import verify
+from vllm_hotpath.bench.environment import device_name
+from vllm_hotpath.bench.models import placements
+from vllm_hotpath.bench.ops import op_names
+from vllm_hotpath.cli.console import output, print_json, progress, resolve_device
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+_SHOWN_FAILURES = 3
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the selected checks; 0 if every byte agrees."""
+    ops = op_names(arguments.op)
+    device = resolve_device(arguments.device, ops)
+    seed = random.SystemRandom().randrange(10**9) if arguments.seed is None else arguments.seed
+    units = verify.plan(ops, placements(arguments.model, arguments.tp))
+    started = time.perf_counter()
+    with progress() as line:
+        task = line.add_task("", total=len(units))
+        for unit in units:
+            for label in verify.run(unit, device, seed):
+                line.update(task, description=f"{unit.op} {unit.shape} {label}")
+            line.advance(task)
+    seconds = time.perf_counter() - started
+    ok = not any(unit.failed for unit in units)
+    if arguments.json:
+        print_json(
+            {
+                "ok": ok,
+                "seed": seed,
+                "device": device_name(device),
+                "package": __version__,
+                "torch": str(torch.__version__),
+                "seconds": round(seconds, 2),
+                "units": [unit.summary() for unit in units],
+            }
+        )
+    else:
+        _show(output(), units, f"{device} ({device_name(device)})", seed, seconds)
+    return 0 if ok else 1
+
+
+def _show(console: Console, units: Sequence[verify.Unit], device: str, seed: int, seconds: float) -> None:
+    table = Table(title=f"verify on {escape(device)}", title_justify="left")
+    table.add_column("op")
+    table.add_column("shape")
+    table.add_column("models", overflow="fold")
+    for heading in ("cases", "elements"):
+        table.add_column(heading, justify="right")
+    table.add_column("result")
+    for unit in units:
+        result = f"[bold red]{unit.failed} failed[/]" if unit.failed else "[green]same bytes[/]"
+        models = ", ".join(unit.placements)
+        table.add_row(unit.op, str(unit.shape), models, str(unit.cases), f"{unit.elements:,}", result)
+    console.print(table)
+    for unit in units:
+        for failure in unit.failures[:_SHOWN_FAILURES]:
+            where = f"{unit.op} {unit.shape}: {failure.case}: {failure.output}: {failure.message}"
+            console.print(f"[bold red]mismatch[/] {escape(where)}", soft_wrap=True)
+    failed, cases = sum(unit.failed for unit in units), sum(unit.cases for unit in units)
+    elements = sum(unit.elements for unit in units)
+    verdict = (
+        f"[bold red]{failed} of {cases} cases failed[/]" if failed else f"[green]{cases} cases, same bytes[/]"
+    )
+    console.print(
+        f"{verdict}; {elements:,} elements in {seconds:.1f} s, seed {seed} (replay with --seed {seed})"
+    )

@@ -1,0 +1,386 @@
+//! Python tensors to [`Tensor`]s: the DLPack C exchange API, with `__dlpack__` for producers that lack it, and torch's
+//! current stream. Nothing here copies, moves or synchronises.
+//!
+//! The exchange API (DLPack 1.3, `DLPackExchangeAPI`) is a table of C functions that a tensor type carries as the capsule
+//! `__dlpack_c_exchange_api__`. It is looked up once per type.
+
+use std::ffi::{CStr, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+
+use dlpack_rs::ffi::{
+    DLDataTypeCode, DLDeviceType, DLManagedTensor, DLManagedTensorVersioned, DLPACK_FLAG_BITMASK_READ_ONLY,
+    DLPackExchangeAPI, DLTensor,
+};
+use pyo3::exceptions::PyTypeError;
+use pyo3::ffi;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyType};
+
+use crate::error::{Error, Result};
+use crate::tensor::{DType, Device, MAX_DIMS, Tensor};
+
+const EXCHANGE_CAPSULE: &CStr = c"dlpack_exchange_api";
+const MANAGED_CAPSULE: &CStr = c"dltensor";
+const MANAGED_CAPSULE_USED: &CStr = c"used_dltensor";
+const VERSIONED_CAPSULE: &CStr = c"dltensor_versioned";
+const VERSIONED_CAPSULE_USED: &CStr = c"used_dltensor_versioned";
+const DLPACK_MAJOR: u32 = 1;
+
+// ---- Types seen so far --------------------------------------------------------------------------------------------
+
+/// What is known of a Python tensor type.
+#[derive(Clone, Copy)]
+struct TypeInfo {
+    /// Its exchange table, null without one.
+    api: *const DLPackExchangeAPI,
+    /// A torch.Tensor subclass that handles dispatch itself.
+    dispatches: bool,
+    /// torch.Tensor or a subclass.
+    torch: bool,
+}
+
+struct Slot {
+    ty: AtomicPtr<ffi::PyTypeObject>,
+    api: AtomicPtr<DLPackExchangeAPI>,
+    flags: AtomicU8,
+}
+
+const DISPATCHES: u8 = 1;
+const TORCH: u8 = 2;
+
+/// More types than a process uses with these ops: torch.Tensor, Parameter, the Parameter classes of an engine, numpy's and
+/// cupy's arrays. A type beyond them works and is looked up at each call.
+static SLOTS: [Slot; 32] = [const {
+    Slot {
+        ty: AtomicPtr::new(ptr::null_mut()),
+        api: AtomicPtr::new(ptr::null_mut()),
+        flags: AtomicU8::new(0),
+    }
+}; 32];
+
+fn type_info(object: &Bound<'_, PyAny>) -> PyResult<TypeInfo> {
+    // SAFETY: the interpreter is attached and `object` is alive, so its type pointer is valid.
+    let ty = unsafe { ffi::Py_TYPE(object.as_ptr()) };
+    for slot in &SLOTS {
+        let known = slot.ty.load(Ordering::Acquire);
+        if known == ty {
+            let flags = slot.flags.load(Ordering::Relaxed);
+            return Ok(TypeInfo {
+                api: slot.api.load(Ordering::Relaxed),
+                dispatches: flags & DISPATCHES != 0,
+                torch: flags & TORCH != 0,
+            });
+        }
+        if known.is_null() {
+            break;
+        }
+    }
+    look_up_type(&object.get_type())
+}
+
+#[cold]
+fn look_up_type(ty: &Bound<'_, PyType>) -> PyResult<TypeInfo> {
+    let py = ty.py();
+    let api = exchange_api(ty)?;
+    let (mut torch, mut dispatches) = (false, false);
+    // A tensor of torch exists only where torch is loaded.
+    if let Some(tensor) = torch_tensor_type(py)? {
+        torch = ty.is_subclass(&tensor)?;
+        let name = intern!(py, "__torch_dispatch__");
+        dispatches = torch && !ty.getattr(name)?.eq(tensor.getattr(name)?)?;
+    }
+    // Types made in functions come and go; only what outlives a call is worth a slot, and a slot keeps its type alive.
+    if torch || !api.is_null() {
+        for slot in &SLOTS {
+            if slot.ty.load(Ordering::Acquire).is_null() {
+                slot.api.store(api.cast_mut(), Ordering::Relaxed);
+                slot.flags.store(
+                    if dispatches { DISPATCHES } else { 0 } | if torch { TORCH } else { 0 },
+                    Ordering::Relaxed,
+                );
+                slot.ty.store(ty.clone().into_ptr().cast(), Ordering::Release);
+                break;
+            }
+        }
+    }
+    Ok(TypeInfo { api, dispatches, torch })
+}
+
+fn torch_tensor_type(py: Python<'_>) -> PyResult<Option<Bound<'_, PyAny>>> {
+    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+    let torch = modules.call_method1(intern!(py, "get"), (intern!(py, "torch"),))?;
+    // torch is in sys.modules, without its contents, while it is being imported.
+    torch.getattr_opt(intern!(py, "Tensor"))
+}
+
+/// The exchange table of a type, null without one or with another major version of DLPack.
+fn exchange_api(ty: &Bound<'_, PyType>) -> PyResult<*const DLPackExchangeAPI> {
+    let Some(capsule) = ty.getattr_opt(intern!(ty.py(), "__dlpack_c_exchange_api__"))? else {
+        return Ok(ptr::null());
+    };
+    // SAFETY: PyCapsule_GetPointer checks that the object is a capsule of that name.
+    let table = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), EXCHANGE_CAPSULE.as_ptr()) };
+    if table.is_null() {
+        // Not a capsule of that name: the type is read through __dlpack__.
+        drop(PyErr::take(ty.py()));
+        return Ok(ptr::null());
+    }
+    let mut table = table.cast::<DLPackExchangeAPI>().cast_const();
+    // SAFETY: DLPack keeps the header at the start of every version's table, chained to older ones, for the process's life.
+    unsafe {
+        while !table.is_null() && (*table).header.version.major != DLPACK_MAJOR {
+            table = (*table).header.prev_api.cast::<DLPackExchangeAPI>();
+        }
+        if table.is_null() || (*table).dltensor_from_py_object_no_sync.is_none() {
+            return Ok(ptr::null());
+        }
+    }
+    Ok(table)
+}
+
+/// DLPack version of the exchange table of a type.
+pub fn exchange_api_version(ty: &Bound<'_, PyType>) -> PyResult<Option<(u32, u32)>> {
+    let table = exchange_api(ty)?;
+    // SAFETY: a table that `exchange_api` returns is valid for the process's life.
+    Ok((!table.is_null()).then(|| unsafe { ((*table).header.version.major, (*table).header.version.minor) }))
+}
+
+/// Whether the dispatcher has to see calls with this object: it is a torch.Tensor subclass with its own
+/// `__torch_dispatch__`.
+pub fn needs_dispatcher(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    Ok(type_info(object)?.dispatches)
+}
+
+// ---- Reading arguments --------------------------------------------------------------------------------------------
+
+/// The arguments of one call. Keeps what `__dlpack__` producers lent until the call is over.
+pub struct Arguments<'py> {
+    py: Python<'py>,
+    op: &'static str,
+    lent: Vec<Lent>,
+    /// An exchange table that can tell the current stream.
+    streams: *const DLPackExchangeAPI,
+}
+
+/// A tensor that `__dlpack__` lent: given back when dropped.
+enum Lent {
+    Managed(*mut DLManagedTensor),
+    Versioned(*mut DLManagedTensorVersioned),
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // SAFETY: the pointer came out of a capsule that was renamed to "used", so this is its only owner.
+        unsafe {
+            match *self {
+                Self::Managed(tensor) => {
+                    if let Some(deleter) = (*tensor).deleter {
+                        deleter(tensor);
+                    }
+                }
+                Self::Versioned(tensor) => {
+                    if let Some(deleter) = (*tensor).deleter {
+                        deleter(tensor);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<'py> Arguments<'py> {
+    pub fn new(py: Python<'py>, op: &'static str) -> Self {
+        Self { py, op, lent: Vec::new(), streams: ptr::null() }
+    }
+
+    /// Reads one tensor argument. The result is valid while `object` and `self` live.
+    pub fn tensor(&mut self, name: &'static str, object: &Bound<'py, PyAny>) -> Result<Tensor> {
+        let info = type_info(object)?;
+        let tensor = if info.api.is_null() {
+            self.tensor_from_protocol(name, object)?
+        } else {
+            self.tensor_from_table(name, object, info)?
+        };
+        if tensor.data.is_null() && tensor.numel() > 0 {
+            return Err(tensor.value_error("a tensor with memory (not a fake or meta tensor)"));
+        }
+        Ok(tensor)
+    }
+
+    /// Reads an optional tensor argument.
+    pub fn optional(
+        &mut self,
+        name: &'static str,
+        object: Option<&Bound<'py, PyAny>>,
+    ) -> Result<Option<Tensor>> {
+        object.map(|object| self.tensor(name, object)).transpose()
+    }
+
+    fn tensor_from_table(
+        &mut self,
+        name: &'static str,
+        object: &Bound<'py, PyAny>,
+        info: TypeInfo,
+    ) -> Result<Tensor> {
+        // SAFETY: DLTensor is plain data, for which all zeros is a value.
+        let mut raw: DLTensor = unsafe { std::mem::zeroed() };
+        // SAFETY: the table is valid for the process's life and belongs to the type of `object`; attached to Python.
+        let status = unsafe {
+            match (*info.api).dltensor_from_py_object_no_sync {
+                Some(read) => read(object.as_ptr().cast(), &raw mut raw),
+                None => unreachable!("exchange_api() refuses such a table"),
+            }
+        };
+        if status != 0 {
+            return Err(self.not_a_tensor(name, object, &PyErr::fetch(self.py)));
+        }
+        if self.streams.is_null() || info.torch {
+            self.streams = info.api;
+        }
+        let tensor = self.convert(name, &raw, false)?;
+        // The table reports the memory of a lazily negated tensor as it is. Only real views of complex tensors are ever
+        // lazily negated, so other dtypes need no look (of 100 ns).
+        if info.torch && matches!(tensor.dtype, DType::F16 | DType::F32) {
+            let negative = object.call_method0(intern!(self.py, "is_neg"))?.is_truthy()?;
+            if negative {
+                return Err(
+                    tensor.value_error("a tensor without the negative bit (call resolve_neg() first)")
+                );
+            }
+        }
+        Ok(tensor)
+    }
+
+    /// `__dlpack__`, asked for no synchronisation: the caller orders a producer's stream against the current one.
+    fn tensor_from_protocol(&mut self, name: &'static str, object: &Bound<'py, PyAny>) -> Result<Tensor> {
+        let py = self.py;
+        let refuse = |this: &Self, error: &PyErr| Err(this.not_a_tensor(name, object, error));
+        let method = match object.getattr(intern!(py, "__dlpack__")) {
+            Ok(method) => method,
+            Err(error) => return refuse(self, &error),
+        };
+        let keywords = PyDict::new(py);
+        if let Ok(device) = object.call_method0(intern!(py, "__dlpack_device__"))
+            && let Ok((kind, _)) = device.extract::<(u32, i32)>()
+            && kind == DLDeviceType::kDLCUDA
+        {
+            keywords.set_item(intern!(py, "stream"), -1)?;
+        }
+        keywords.set_item(intern!(py, "max_version"), (DLPACK_MAJOR, 3))?;
+        let capsule = match method.call((), Some(&keywords)) {
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+                // A producer from before DLPack 1.0 knows no max_version.
+                keywords.del_item(intern!(py, "max_version"))?;
+                method.call((), Some(&keywords))
+            }
+            other => other,
+        };
+        let capsule = match capsule {
+            Ok(capsule) => capsule,
+            Err(error) => return refuse(self, &error),
+        };
+        // SAFETY: each pointer is taken from a capsule of the matching name, which is renamed so that this call owns it.
+        unsafe {
+            let at = capsule.as_ptr();
+            if ffi::PyCapsule_IsValid(at, VERSIONED_CAPSULE.as_ptr()) == 1 {
+                let managed = ffi::PyCapsule_GetPointer(at, VERSIONED_CAPSULE.as_ptr())
+                    .cast::<DLManagedTensorVersioned>();
+                ffi::PyCapsule_SetName(at, VERSIONED_CAPSULE_USED.as_ptr());
+                self.lent.push(Lent::Versioned(managed));
+                if (*managed).version.major != DLPACK_MAJOR {
+                    let got = format!("version {}.{}", (*managed).version.major, (*managed).version.minor);
+                    return Err(self.type_error(name, "DLPack version 1", got));
+                }
+                let read_only = (*managed).flags & DLPACK_FLAG_BITMASK_READ_ONLY != 0;
+                self.convert(name, &(*managed).dl_tensor, read_only)
+            } else if ffi::PyCapsule_IsValid(at, MANAGED_CAPSULE.as_ptr()) == 1 {
+                let managed =
+                    ffi::PyCapsule_GetPointer(at, MANAGED_CAPSULE.as_ptr()).cast::<DLManagedTensor>();
+                ffi::PyCapsule_SetName(at, MANAGED_CAPSULE_USED.as_ptr());
+                self.lent.push(Lent::Managed(managed));
+                self.convert(name, &(*managed).dl_tensor, false)
+            } else {
+                let got = capsule.repr()?.to_string();
+                Err(self.type_error(
+                    name,
+                    "__dlpack__ to return a capsule dltensor or dltensor_versioned",
+                    got,
+                ))
+            }
+        }
+    }
+
+    fn convert(&self, name: &'static str, raw: &DLTensor, read_only: bool) -> Result<Tensor> {
+        let ndim = usize::try_from(raw.ndim).unwrap_or(usize::MAX);
+        if ndim > MAX_DIMS {
+            let (expected, got) =
+                (format!("at most {MAX_DIMS} dimensions"), format!("{} dimensions", raw.ndim));
+            return Err(Error::Value { op: self.op, argument: name, expected, got });
+        }
+        let (shape, strides): (&[i64], Option<&[i64]>) = if ndim == 0 {
+            (&[], None)
+        } else {
+            // SAFETY: DLPack: shape has ndim entries, and strides too unless it is null (contiguous, before DLPack 1.2).
+            unsafe {
+                (
+                    std::slice::from_raw_parts(raw.shape, ndim),
+                    (!raw.strides.is_null()).then(|| std::slice::from_raw_parts(raw.strides, ndim)),
+                )
+            }
+        };
+        let dtype = match (u32::from(raw.dtype.code), raw.dtype.bits, raw.dtype.lanes) {
+            (DLDataTypeCode::kDLBfloat, 16, 1) => DType::Bf16,
+            (DLDataTypeCode::kDLFloat, 16, 1) => DType::F16,
+            (DLDataTypeCode::kDLFloat, 32, 1) => DType::F32,
+            (DLDataTypeCode::kDLFloat8_e4m3fn, 8, 1) => DType::F8E4m3,
+            (DLDataTypeCode::kDLUInt, 8, 1) => DType::U8,
+            (DLDataTypeCode::kDLInt, 32, 1) => DType::I32,
+            (DLDataTypeCode::kDLInt, 64, 1) => DType::I64,
+            (_, bits, lanes) => DType::Other(raw.dtype.code, bits, lanes),
+        };
+        let device = match raw.device.device_type {
+            DLDeviceType::kDLCPU | DLDeviceType::kDLCUDAHost => Device::Cpu,
+            DLDeviceType::kDLCUDA => Device::Cuda(raw.device.device_id),
+            other => Device::Other(other),
+        };
+        // DLPack counts the offset in bytes from `data`, which is null for a tensor without elements.
+        let data = raw.data.cast::<u8>().wrapping_add(raw.byte_offset as usize);
+        Ok(Tensor::new((self.op, name), data, device, dtype, read_only, shape, strides))
+    }
+
+    /// torch's current stream of a device: the one of the arguments' library, else torch's where it is loaded, else the
+    /// legacy default stream.
+    pub fn current_stream(&self, device: i32) -> Result<*mut c_void> {
+        let mut table = self.streams;
+        if table.is_null()
+            && let Some(tensor) = torch_tensor_type(self.py)?
+        {
+            table = exchange_api(tensor.cast::<PyType>().map_err(PyErr::from)?)?;
+        }
+        let mut stream = ptr::null_mut();
+        // SAFETY: a table that `exchange_api` returns is valid for the process's life; attached to Python.
+        let status = unsafe {
+            match table.as_ref().and_then(|table| table.current_work_stream) {
+                Some(current) => current(DLDeviceType::kDLCUDA, device, &raw mut stream),
+                None => 0,
+            }
+        };
+        if status == 0 { Ok(stream) } else { Err(PyErr::fetch(self.py).into()) }
+    }
+
+    #[cold]
+    fn not_a_tensor(&self, name: &'static str, object: &Bound<'py, PyAny>, error: &PyErr) -> Error {
+        let ty =
+            object.get_type().fully_qualified_name().map_or_else(|_| "an object".into(), |n| n.to_string());
+        // The first line of the producer's reason; torch appends its C++ stack.
+        let reason = error.value(self.py).to_string();
+        let reason = reason.lines().next().unwrap_or_default();
+        self.type_error(name, "a tensor (torch, or another with DLPack)", format!("{ty} ({reason})"))
+    }
+
+    fn type_error(&self, name: &'static str, expected: &str, got: String) -> Error {
+        Error::Type { op: self.op, argument: name, expected: expected.into(), got }
+    }
+}

@@ -1,0 +1,126 @@
+//! `vllm_hotpath._core`: the ops and what `doctor`, the benchmarks and the tests ask about them.
+
+mod cuda;
+mod dlpack;
+mod error;
+mod fp8;
+mod ops;
+mod parallel;
+mod tensor;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyTuple, PyType};
+
+use crate::cuda::module::{FATBINS, Fatbin, NVCC, TARGETS};
+use crate::error::{Error, Result};
+use crate::ops::OPS;
+
+#[pyfunction]
+fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let kernels = PyDict::new(py);
+    for fatbin in &FATBINS {
+        let of_stem = OPS.iter().filter(|op| op.stem == fatbin.stem);
+        let names: Vec<&str> =
+            of_stem.flat_map(|op| op.kernels).filter_map(|kernel| kernel.name.to_str().ok()).collect();
+        kernels.set_item(fatbin.stem, names)?;
+    }
+    let info = PyDict::new(py);
+    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("targets", TARGETS)?;
+    info.set_item("nvcc", NVCC)?;
+    info.set_item("stems", FATBINS.iter().map(|fatbin| fatbin.stem).collect::<Vec<_>>())?;
+    info.set_item("kernels", kernels)?;
+    Ok(info)
+}
+
+#[pyfunction]
+fn cuda_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let info = PyDict::new(py);
+    let driver = cuda::initialize("cuda_info").ok();
+    info.set_item("driver", driver.map(|v| format!("{}.{}", v / 1000, v % 1000 / 10)))?;
+    let mut devices = Vec::new();
+    match cuda::list_devices("cuda_info") {
+        Ok(found) => {
+            for device in found {
+                let entry = PyDict::new(py);
+                entry.set_item("index", device.index)?;
+                entry.set_item("name", &device.name)?;
+                entry.set_item("capability", [device.capability.0, device.capability.1])?;
+                entry.set_item("sms", device.sms)?;
+                entry.set_item("l2_bytes", device.l2_bytes)?;
+                entry.set_item("memory_bytes", device.memory_bytes)?;
+                entry.set_item("target", device.target())?;
+                devices.push(entry);
+            }
+            info.set_item("error", py.None())?;
+        }
+        Err(Error::Unsupported { reason, .. }) => info.set_item("error", reason)?,
+        Err(error) => info.set_item("error", error.to_string())?,
+    }
+    info.set_item("devices", devices)?;
+    Ok(info)
+}
+
+#[pyfunction]
+fn exchange_api_version(type_: Bound<'_, PyType>) -> PyResult<Option<(u32, u32)>> {
+    dlpack::exchange_api_version(&type_)
+}
+
+#[pyfunction]
+fn unsupported_reason(op: &str, device_index: i32) -> Result<Option<String>> {
+    let Some(op) = OPS.iter().find(|known| known.name == op) else {
+        return Err(Error::Value {
+            op: "unsupported_reason",
+            argument: "op",
+            expected: "the name of an op".into(),
+            got: op.into(),
+        });
+    };
+    match cuda::device(op.name, device_index) {
+        Ok(device) => Ok(cuda::module::unsupported_reason(device)),
+        Err(Error::Unsupported { reason, .. }) => Ok(Some(reason)),
+        Err(error) => Ok(Some(error.to_string())),
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (tensor, /))]
+fn needs_dispatcher(tensor: Bound<'_, PyAny>) -> PyResult<bool> {
+    dlpack::needs_dispatcher(&tensor)
+}
+
+#[pyfunction]
+#[pyo3(signature = (*tensors))]
+fn borrow_tensors(tensors: Bound<'_, PyTuple>) -> Result<usize> {
+    let mut arguments = dlpack::Arguments::new(tensors.py(), "borrow_tensors");
+    for tensor in tensors.iter_borrowed() {
+        arguments.tensor("tensors", &tensor)?;
+    }
+    Ok(tensors.len())
+}
+
+#[pyfunction]
+fn fatbin<'py>(py: Python<'py>, stem: &str) -> Result<Bound<'py, PyBytes>> {
+    match Fatbin::of(stem) {
+        Some(fatbin) => Ok(PyBytes::new(py, fatbin.bytes)),
+        None => Err(Error::Value {
+            op: "fatbin",
+            argument: "stem",
+            expected: "the stem of a kernel file".into(),
+            got: stem.into(),
+        }),
+    }
+}
+
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::{
+        borrow_tensors, build_info, cuda_info, exchange_api_version, fatbin, needs_dispatcher,
+        unsupported_reason,
+    };
+    #[pymodule_export]
+    use crate::ops::bench_stream::bench_stream;
+    #[pymodule_export]
+    use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
+}

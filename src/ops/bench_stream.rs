@@ -1,0 +1,57 @@
+//! `bench_stream`: reads one buffer and writes another and does nothing else, the floor that benchmarks compare with.
+
+use pyo3::prelude::*;
+
+use super::Op;
+use crate::cuda::launch::{Launch, Params, launch};
+use crate::cuda::module::Kernel;
+use crate::dlpack::Arguments;
+use crate::error::Result;
+use crate::tensor::{DType, Device, Tensor};
+
+static KERNEL: Kernel = Kernel::new("bench_stream", c"bench_stream");
+pub const STREAM: Op = Op { name: "bench_stream", stem: "bench_stream", kernels: &[&KERNEL] };
+
+/// Bytes of an access, and accesses of a block on either side; `kStreamThreads * kDepth` of the kernel.
+const ACCESS: u64 = 16;
+const THREADS: u32 = 256;
+const BLOCK_UNITS: u64 = 1024;
+
+/// Twin of `StreamParams` in `kernels/bench_stream.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct StreamParams {
+    src: *const u8,
+    dst: *mut u8,
+    read_units: u64,
+    write_units: u64,
+}
+
+// SAFETY: repr(C) with the fields of the kernel's StreamParams in their order.
+unsafe impl Params for StreamParams {}
+
+fn check(tensor: &Tensor) -> Result<u64> {
+    tensor.expect_dtype(&[DType::U8])?;
+    tensor.expect_contiguous()?;
+    tensor.expect_aligned(ACCESS as usize)?;
+    let bytes = tensor.numel() as u64;
+    if bytes.is_multiple_of(ACCESS) {
+        Ok(bytes / ACCESS)
+    } else {
+        Err(tensor.value_error("a multiple of 16 bytes"))
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (src, dst, /))]
+pub fn bench_stream<'py>(py: Python<'py>, src: Bound<'py, PyAny>, dst: Bound<'py, PyAny>) -> Result<()> {
+    let mut arguments = Arguments::new(py, STREAM.name);
+    let (src, dst) = (arguments.tensor("src", &src)?, arguments.tensor("dst", &dst)?);
+    let (read_units, write_units) = (check(&src)?, check(&dst)?);
+    let Device::Cuda(index) = src.device else { return Err(src.value_error("a CUDA tensor")) };
+    dst.expect_device(src.device, "src")?;
+    dst.expect_apart_from(&src)?;
+    let params = StreamParams { src: src.data, dst: dst.data, read_units, write_units };
+    let grid = read_units.max(write_units).div_ceil(BLOCK_UNITS).max(1);
+    launch(STREAM.name, &KERNEL, index, arguments.current_stream(index)?, Launch::of(grid, THREADS), &params)
+}

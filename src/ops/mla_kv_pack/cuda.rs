@@ -1,0 +1,219 @@
+//! The CUDA implementation: which kernel, how many blocks, and its parameters. The kernels are in
+//! `kernels/mla_kv_pack.cu`.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use super::{Plan, STEM, UNIT};
+use crate::cuda::launch::{FastDiv, Launch, Params, launch};
+use crate::cuda::module::Kernel;
+use crate::error::Result;
+use crate::tensor::{DType, Tensor};
+
+/// Threads of a block; `kThreads` of the kernels.
+const THREADS: u32 = 256;
+/// Rows a block handles per row of a thread, `kThreads / kLanes`.
+const ROWS_PER_PASS: u64 = 32;
+/// Head sizes of the fast kernels.
+const NOPE: i64 = 128;
+const ROPE: i64 = 64;
+const VALUE: i64 = 128;
+/// Rows below which a thread handles one row rather than two: more blocks to spread over the GPU. From
+/// docs/kernels/mla_kv_pack.md.
+const ONE_ROW_BELOW: u64 = 1 << 15;
+/// Numbers that the kernels' 32-bit division is exact for.
+const DIVIDEND_LIMIT: u64 = 1 << 31;
+
+macro_rules! kernels {
+    ($($id:ident = $name:literal;)*) => { $(static $id: Kernel = Kernel::new(STEM, $name);)* };
+}
+
+kernels! {
+    CONCAT_R1 = c"mla_kv_concat_b16_r1";
+    CONCAT_R2 = c"mla_kv_concat_b16_r2";
+    CONCAT_B16 = c"mla_kv_concat_b16_generic";
+    CONCAT_B8 = c"mla_kv_concat_b8_generic";
+    PACK_GENERIC = c"mla_kv_pack_fp8_generic";
+    BF16_R1 = c"mla_kv_pack_fp8_bf16_r1";
+    BF16_R2 = c"mla_kv_pack_fp8_bf16_r2";
+    BF16_PE8_R1 = c"mla_kv_pack_fp8_bf16_pe8_r1";
+    BF16_PE8_R2 = c"mla_kv_pack_fp8_bf16_pe8_r2";
+    BF16_SCALED_R1 = c"mla_kv_pack_fp8_bf16_scaled_r1";
+    BF16_SCALED_R2 = c"mla_kv_pack_fp8_bf16_scaled_r2";
+    BF16_PE8_SCALED_R1 = c"mla_kv_pack_fp8_bf16_pe8_scaled_r1";
+    BF16_PE8_SCALED_R2 = c"mla_kv_pack_fp8_bf16_pe8_scaled_r2";
+    FP16_R1 = c"mla_kv_pack_fp8_fp16_r1";
+    FP16_R2 = c"mla_kv_pack_fp8_fp16_r2";
+    FP16_PE8_R1 = c"mla_kv_pack_fp8_fp16_pe8_r1";
+    FP16_PE8_R2 = c"mla_kv_pack_fp8_fp16_pe8_r2";
+    FP16_SCALED_R1 = c"mla_kv_pack_fp8_fp16_scaled_r1";
+    FP16_SCALED_R2 = c"mla_kv_pack_fp8_fp16_scaled_r2";
+    FP16_PE8_SCALED_R1 = c"mla_kv_pack_fp8_fp16_pe8_scaled_r1";
+    FP16_PE8_SCALED_R2 = c"mla_kv_pack_fp8_fp16_pe8_scaled_r2";
+}
+
+pub const CONCAT_KERNELS: &[&Kernel] = &[&CONCAT_R1, &CONCAT_R2, &CONCAT_B16, &CONCAT_B8];
+pub const PACK_KERNELS: &[&Kernel] = &[
+    &PACK_GENERIC,
+    &BF16_R1,
+    &BF16_R2,
+    &BF16_PE8_R1,
+    &BF16_PE8_R2,
+    &BF16_SCALED_R1,
+    &BF16_SCALED_R2,
+    &BF16_PE8_SCALED_R1,
+    &BF16_PE8_SCALED_R2,
+    &FP16_R1,
+    &FP16_R2,
+    &FP16_PE8_R1,
+    &FP16_PE8_R2,
+    &FP16_SCALED_R1,
+    &FP16_SCALED_R2,
+    &FP16_PE8_SCALED_R1,
+    &FP16_PE8_SCALED_R2,
+];
+
+/// Twin of `PackParams` in the kernels' file, where strides are in bytes and widths in units of 8 elements.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PackParams {
+    k_nope: *const u8,
+    k_pe: *const u8,
+    v: *const u8,
+    k_out: *mut u8,
+    v_out: *mut u8,
+    k_scale: *const u8,
+    v_scale: *const u8,
+    k_nope_token: i64,
+    k_nope_head: i64,
+    k_pe_token: i64,
+    v_token: i64,
+    v_head: i64,
+    rows: u64,
+    heads: FastDiv,
+    row_units: FastDiv,
+    nope_units: u32,
+    rope_units: u32,
+    v_units: u32,
+    v_out_units: u32,
+    k_nope_dtype: u32,
+    k_pe_dtype: u32,
+    v_dtype: u32,
+    k_nope_vector: u32,
+    k_pe_vector: u32,
+    v_vector: u32,
+}
+
+// SAFETY: repr(C) with the fields of the kernels' PackParams in their order; the padding at the end is not read.
+unsafe impl Params for PackParams {}
+
+fn dtype_code(dtype: DType) -> u32 {
+    match dtype {
+        DType::Bf16 => 0,
+        DType::F16 => 1,
+        DType::F8E4m3 => 2,
+        _ => unreachable!("checked: one of SOURCES"),
+    }
+}
+
+/// Whether every unit of an input can be read in one access.
+fn vector(tensor: &Tensor) -> bool {
+    let bytes = UNIT * tensor.dtype.size() as i64;
+    let rows = tensor.shape().len() - 1;
+    tensor.data.addr().is_multiple_of(bytes as usize)
+        && (0..rows).all(|dim| tensor.byte_stride(dim) % bytes == 0)
+}
+
+pub fn run(plan: &Plan, index: i32, stream: *mut c_void) -> Result<()> {
+    let rows = plan.tokens as u64 * plan.heads as u64;
+    let fp8 = plan.fp8.as_ref();
+    let (v_units, v_out_units) = fp8.map_or((0, 0), |fp8| (fp8.value / UNIT, fp8.value_out / UNIT));
+    let row_units = (plan.nope + plan.rope) / UNIT + v_out_units;
+    if row_units == 0 {
+        return Ok(());
+    }
+    let scale = |tensor: Option<&Tensor>| tensor.map_or(ptr::null(), |t| t.data.cast_const());
+    let params = PackParams {
+        k_nope: plan.k_nope.data,
+        k_pe: plan.k_pe.data,
+        v: fp8.map_or(ptr::null(), |fp8| fp8.v.data.cast_const()),
+        k_out: plan.k_out.data,
+        v_out: fp8.map_or(ptr::null_mut(), |fp8| fp8.v_out.data),
+        k_scale: fp8.map_or(ptr::null(), |fp8| scale(fp8.k_scale.as_ref())),
+        v_scale: fp8.map_or(ptr::null(), |fp8| scale(fp8.v_scale.as_ref())),
+        k_nope_token: plan.k_nope.byte_stride(0),
+        k_nope_head: plan.k_nope.byte_stride(1),
+        k_pe_token: plan.k_pe.byte_stride(0),
+        v_token: fp8.map_or(0, |fp8| fp8.v.byte_stride(0)),
+        v_head: fp8.map_or(0, |fp8| fp8.v.byte_stride(1)),
+        rows,
+        heads: FastDiv::new(plan.heads as u32),
+        row_units: FastDiv::new(row_units as u32),
+        nope_units: (plan.nope / UNIT) as u32,
+        rope_units: (plan.rope / UNIT) as u32,
+        v_units: v_units as u32,
+        v_out_units: v_out_units as u32,
+        k_nope_dtype: dtype_code(plan.k_nope.dtype),
+        k_pe_dtype: dtype_code(plan.k_pe.dtype),
+        v_dtype: fp8.map_or(0, |fp8| dtype_code(fp8.v.dtype)),
+        k_nope_vector: vector(&plan.k_nope).into(),
+        k_pe_vector: vector(&plan.k_pe).into(),
+        v_vector: fp8.is_some_and(|fp8| vector(&fp8.v)).into(),
+    };
+    let (kernel, shape) = match fast_kernel(plan, rows) {
+        Some((kernel, rows_per_thread)) => {
+            (kernel, Launch::of(rows.div_ceil(ROWS_PER_PASS * rows_per_thread), THREADS))
+        }
+        None => (generic_kernel(plan), Launch::of(generic_grid(rows * row_units as u64), THREADS)),
+    };
+    launch(plan.op, kernel, index, stream, shape, &params)
+}
+
+/// The kernel for the common head sizes and 16-byte aligned inputs, with the rows that one of its threads handles.
+fn fast_kernel(plan: &Plan, rows: u64) -> Option<(&'static Kernel, u64)> {
+    let aligned = vector(&plan.k_nope) && vector(&plan.k_pe);
+    if !aligned || plan.nope != NOPE || plan.rope != ROPE || rows + ROWS_PER_PASS * 2 >= DIVIDEND_LIMIT {
+        return None;
+    }
+    let rows_per_thread = if rows < ONE_ROW_BELOW { 1 } else { 2 };
+    let pick = |[one, two]: [&'static Kernel; 2]| {
+        Some((if rows_per_thread == 1 { one } else { two }, rows_per_thread))
+    };
+    let source = plan.k_nope.dtype;
+    let Some(fp8) = &plan.fp8 else {
+        return if source.size() == 2 { pick([&CONCAT_R1, &CONCAT_R2]) } else { None };
+    };
+    if fp8.value != VALUE || fp8.value_out != VALUE || fp8.v.dtype != source || !vector(&fp8.v) {
+        return None;
+    }
+    let scaled = fp8.k_scale.is_some() || fp8.v_scale.is_some();
+    let rope_is_fp8 = match plan.k_pe.dtype {
+        DType::F8E4m3 => true,
+        dtype if dtype == source => false,
+        _ => return None,
+    };
+    match (source, rope_is_fp8, scaled) {
+        (DType::Bf16, false, false) => pick([&BF16_R1, &BF16_R2]),
+        (DType::Bf16, true, false) => pick([&BF16_PE8_R1, &BF16_PE8_R2]),
+        (DType::Bf16, false, true) => pick([&BF16_SCALED_R1, &BF16_SCALED_R2]),
+        (DType::Bf16, true, true) => pick([&BF16_PE8_SCALED_R1, &BF16_PE8_SCALED_R2]),
+        (DType::F16, false, false) => pick([&FP16_R1, &FP16_R2]),
+        (DType::F16, true, false) => pick([&FP16_PE8_R1, &FP16_PE8_R2]),
+        (DType::F16, false, true) => pick([&FP16_SCALED_R1, &FP16_SCALED_R2]),
+        (DType::F16, true, true) => pick([&FP16_PE8_SCALED_R1, &FP16_PE8_SCALED_R2]),
+        _ => None,
+    }
+}
+
+fn generic_kernel(plan: &Plan) -> &'static Kernel {
+    match (&plan.fp8, plan.k_nope.dtype.size()) {
+        (Some(_), _) => &PACK_GENERIC,
+        (None, 2) => &CONCAT_B16,
+        (None, _) => &CONCAT_B8,
+    }
+}
+
+/// One unit a thread; the kernels stride where that would be more blocks than a grid holds.
+fn generic_grid(units: u64) -> u64 {
+    units.div_ceil(u64::from(THREADS)).min(crate::cuda::launch::MAX_GRID)
+}

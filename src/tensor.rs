@@ -1,0 +1,337 @@
+//! A tensor argument as plain values, and the one vocabulary of checks on it. No Python and no CUDA here.
+
+use std::fmt::{self, Write as _};
+
+use crate::error::{Error, Result};
+
+/// Most dimensions an argument of any op has; more are refused when the tensor is read.
+pub const MAX_DIMS: usize = 5;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum DType {
+    Bf16,
+    F16,
+    F32,
+    F8E4m3,
+    U8,
+    I32,
+    I64,
+    /// Anything else, with its DLPack code, bits and lanes.
+    Other(u8, u8, u16),
+}
+
+impl DType {
+    /// Bytes of an element. Of `Other`, rounded up to whole bytes.
+    pub fn size(self) -> usize {
+        match self {
+            Self::F8E4m3 | Self::U8 => 1,
+            Self::Bf16 | Self::F16 => 2,
+            Self::F32 | Self::I32 => 4,
+            Self::I64 => 8,
+            Self::Other(_, bits, lanes) => (usize::from(bits) * usize::from(lanes)).div_ceil(8),
+        }
+    }
+
+    /// The name of the torch dtype.
+    pub fn torch_name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+            Self::F32 => "float32",
+            Self::F8E4m3 => "float8_e4m3fn",
+            Self::U8 => "uint8",
+            Self::I32 => "int32",
+            Self::I64 => "int64",
+            Self::Other(0, 8, 1) => "int8",
+            Self::Other(0, 16, 1) => "int16",
+            Self::Other(2, 64, 1) => "float64",
+            Self::Other(5, ..) => "complex",
+            Self::Other(6, ..) => "bool",
+            Self::Other(11, ..) => "float8_e4m3fnuz",
+            Self::Other(12, ..) => "float8_e5m2",
+            Self::Other(13, ..) => "float8_e5m2fnuz",
+            Self::Other(14, ..) => "float8_e8m0fnu",
+            Self::Other(17, ..) => "float4_e2m1fn_x2",
+            Self::Other(..) => "another dtype",
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.torch_name())
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Device {
+    Cpu,
+    Cuda(i32),
+    /// A DLPack device type that no op runs on.
+    Other(u32),
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(index) => write!(f, "cuda:{index}"),
+            Self::Other(code) => write!(f, "DLPack device type {code}"),
+        }
+    }
+}
+
+/// A tensor argument: where it is and how it is laid out. The memory belongs to the Python object that it was read from,
+/// which the caller of the op keeps alive.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensor {
+    pub op: &'static str,
+    pub name: &'static str,
+    pub data: *mut u8,
+    pub device: Device,
+    pub dtype: DType,
+    pub read_only: bool,
+    ndim: usize,
+    shape: [i64; MAX_DIMS],
+    strides: [i64; MAX_DIMS],
+}
+
+// SAFETY: the pointer is only dereferenced inside an op, on memory that the caller keeps alive for the call.
+unsafe impl Send for Tensor {}
+// SAFETY: as above; concurrent readers of a `Tensor` read plain values.
+unsafe impl Sync for Tensor {}
+
+impl Tensor {
+    /// `strides` in elements; `None` means contiguous. `shape` has at most [`MAX_DIMS`] entries.
+    pub fn new(
+        (op, name): (&'static str, &'static str),
+        data: *mut u8,
+        device: Device,
+        dtype: DType,
+        read_only: bool,
+        shape: &[i64],
+        strides: Option<&[i64]>,
+    ) -> Self {
+        let ndim = shape.len();
+        let (mut own_shape, mut own_strides) = ([1; MAX_DIMS], [1; MAX_DIMS]);
+        own_shape[..ndim].copy_from_slice(shape);
+        if let Some(strides) = strides {
+            own_strides[..ndim].copy_from_slice(strides);
+        } else {
+            for dim in (0..ndim.saturating_sub(1)).rev() {
+                own_strides[dim] = own_strides[dim + 1] * own_shape[dim + 1];
+            }
+        }
+        Self { op, name, data, device, dtype, read_only, ndim, shape: own_shape, strides: own_strides }
+    }
+
+    pub fn shape(&self) -> &[i64] {
+        &self.shape[..self.ndim]
+    }
+
+    pub fn strides(&self) -> &[i64] {
+        &self.strides[..self.ndim]
+    }
+
+    pub fn numel(&self) -> i64 {
+        self.shape().iter().product()
+    }
+
+    /// Elements between two neighbours of dimension `dim`, 0 where there are no two.
+    pub fn stride(&self, dim: usize) -> i64 {
+        if self.shape[dim] > 1 { self.strides[dim] } else { 0 }
+    }
+
+    /// The same in bytes.
+    pub fn byte_stride(&self, dim: usize) -> i64 {
+        self.stride(dim) * self.dtype.size() as i64
+    }
+
+    pub fn value_error(&self, expected: impl Into<String>) -> Error {
+        Error::Value { op: self.op, argument: self.name, expected: expected.into(), got: self.to_string() }
+    }
+
+    pub fn type_error(&self, expected: impl Into<String>) -> Error {
+        Error::Type { op: self.op, argument: self.name, expected: expected.into(), got: self.to_string() }
+    }
+
+    // ---- Checks. Each names op, argument, what was expected and what came. -----------------------------------------
+
+    pub fn expect_rank(&self, layout: &str) -> Result<()> {
+        let rank = layout.split(',').count();
+        if self.ndim == rank { Ok(()) } else { Err(self.value_error(format!("{rank} dimensions {layout}"))) }
+    }
+
+    /// `why` says where the numbers come from, such as "tokens and heads of k_nope".
+    pub fn expect_shape(&self, shape: &[i64], why: &str) -> Result<()> {
+        if self.shape() == shape { Ok(()) } else { Err(self.value_error(format!("shape {shape:?} ({why})"))) }
+    }
+
+    pub fn expect_dtype(&self, allowed: &[DType]) -> Result<()> {
+        if allowed.contains(&self.dtype) {
+            return Ok(());
+        }
+        let names: Vec<&str> = allowed.iter().map(|d| d.torch_name()).collect();
+        Err(self.type_error(format!("dtype {}", names.join(" or "))))
+    }
+
+    /// Elements of the last dimension lie side by side.
+    pub fn expect_last_stride_1(&self) -> Result<()> {
+        let last = self.ndim - 1;
+        if self.numel() == 0 || self.shape[last] <= 1 || self.strides[last] == 1 {
+            return Ok(());
+        }
+        Err(self.value_error("stride 1 in the last dimension"))
+    }
+
+    pub fn expect_contiguous(&self) -> Result<()> {
+        if self.numel() == 0 {
+            return Ok(());
+        }
+        let mut expected = 1;
+        for dim in (0..self.ndim).rev() {
+            if self.shape[dim] > 1 && self.strides[dim] != expected {
+                return Err(self.value_error("a contiguous tensor"));
+            }
+            expected *= self.shape[dim];
+        }
+        Ok(())
+    }
+
+    pub fn expect_multiple(&self, dim: usize, of: i64, what: &str) -> Result<()> {
+        if self.shape[dim] % of == 0 {
+            return Ok(());
+        }
+        Err(self.value_error(format!("{what} (dimension {dim}) a multiple of {of}")))
+    }
+
+    pub fn expect_device(&self, device: Device, like: &str) -> Result<()> {
+        if self.device == device {
+            Ok(())
+        } else {
+            Err(self.value_error(format!("device {device} (that of {like})")))
+        }
+    }
+
+    pub fn expect_aligned(&self, bytes: usize) -> Result<()> {
+        if self.numel() == 0 || self.data.addr().is_multiple_of(bytes) {
+            return Ok(());
+        }
+        Err(Error::Value {
+            op: self.op,
+            argument: self.name,
+            expected: format!("a base aligned to {bytes} bytes"),
+            got: format!("address {:#x} of {self}", self.data.addr()),
+        })
+    }
+
+    pub fn expect_writable(&self) -> Result<()> {
+        if self.read_only { Err(self.value_error("a writable tensor")) } else { Ok(()) }
+    }
+
+    /// The memory of `self`, an output, is apart from that of `other`.
+    pub fn expect_apart_from(&self, other: &Self) -> Result<()> {
+        let (a, b) = (self.extent(), other.extent());
+        if a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start {
+            return Ok(());
+        }
+        Err(Error::Value {
+            op: self.op,
+            argument: self.name,
+            expected: format!("memory apart from {}", other.name),
+            got: format!(
+                "{self} at {:#x}..{:#x}, {} at {:#x}..{:#x}",
+                a.start, a.end, other.name, b.start, b.end
+            ),
+        })
+    }
+
+    /// First byte and end of the smallest range that holds every element.
+    fn extent(&self) -> std::ops::Range<usize> {
+        if self.numel() == 0 {
+            return 0..0;
+        }
+        let (mut low, mut high) = (0_i64, 0_i64);
+        for dim in 0..self.ndim {
+            let span = (self.shape[dim] - 1) * self.byte_stride(dim);
+            low += span.min(0);
+            high += span.max(0);
+        }
+        let base = self.data.addr();
+        base.wrapping_add_signed(low as isize)..base.wrapping_add_signed(high as isize) + self.dtype.size()
+    }
+}
+
+impl fmt::Display for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = String::with_capacity(96);
+        write!(
+            text,
+            "shape {:?}, strides {:?}, {} on {}",
+            self.shape(),
+            self.strides(),
+            self.dtype,
+            self.device
+        )?;
+        f.write_str(&text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor(shape: &[i64], strides: &[i64], at: usize) -> Tensor {
+        Tensor::new(
+            ("op", "x"),
+            std::ptr::without_provenance_mut(at),
+            Device::Cpu,
+            DType::Bf16,
+            false,
+            shape,
+            Some(strides),
+        )
+    }
+
+    #[test]
+    fn missing_strides_mean_contiguous() {
+        let t =
+            Tensor::new(("op", "x"), std::ptr::null_mut(), Device::Cpu, DType::F16, false, &[4, 3, 8], None);
+        assert_eq!(t.strides(), [24, 8, 1]);
+        t.expect_contiguous().unwrap();
+    }
+
+    #[test]
+    fn dimensions_of_size_one_have_no_stride() {
+        let t = tensor(&[1, 3, 1], &[-7, 1, 999], 64);
+        t.expect_contiguous().unwrap();
+        t.expect_last_stride_1().unwrap();
+        assert_eq!(t.byte_stride(0), 0);
+        assert_eq!(t.extent(), 64..70);
+    }
+
+    #[test]
+    fn extent_follows_negative_and_zero_strides() {
+        assert_eq!(tensor(&[3, 2], &[-2, 1], 100).extent(), 92..104);
+        assert_eq!(tensor(&[5, 2], &[0, 1], 100).extent(), 100..104);
+        assert_eq!(tensor(&[0, 2], &[2, 1], 100).extent(), 0..0);
+    }
+
+    #[test]
+    fn overlap_is_found_and_neighbours_are_not() {
+        let a = tensor(&[4], &[1], 100);
+        assert!(a.expect_apart_from(&tensor(&[4], &[1], 106)).is_err());
+        a.expect_apart_from(&tensor(&[4], &[1], 108)).unwrap();
+        a.expect_apart_from(&tensor(&[4], &[1], 92)).unwrap();
+    }
+
+    #[test]
+    fn messages_name_op_argument_expected_and_got() {
+        let message =
+            tensor(&[2, 8], &[8, 1], 64).expect_shape(&[2, 16], "tokens of k_nope").unwrap_err().to_string();
+        assert_eq!(
+            message,
+            "op: x: expected shape [2, 16] (tokens of k_nope), got shape [2, 8], strides [8, 1], bfloat16 on cpu"
+        );
+    }
+}

@@ -1,0 +1,1 @@
+"""Reference implementations, one module per op stem, that share no code with the package."""
