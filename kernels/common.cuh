@@ -13,21 +13,16 @@ namespace hotpath {
 
 __device__ __forceinline__ void wait_for_prior_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next kernel of the stream start. It waits for this grid's end before it touches memory, so the call
-// may come first; every thread of a grid has to make it (or exit) before the next kernel starts.
+// Lets the next kernel of the stream start once every block of this grid has come here (or exited). That kernel waits
+// for this grid's end before it touches memory, so the call may come early, but not before this kernel's own wait: kernels
+// that only wait would pile up on the multiprocessors and crowd out the one that works. The best place is behind the
+// loads (docs/kernels/mla_kv_pack.md: 2.5 us against 3.3 us at 512 tokens).
 __device__ __forceinline__ void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- Global memory ---------------------------------------------------------------------------------------------
 // Plain loads, never ld.global.nc: after an early start, the non-coherent path does not promise to see what the kernel
-// before has written. Streamed data skips L1.
-
-__device__ __forceinline__ uint4 load_stream_16(const void* address) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(address));
-    return v;
-}
+// before has written. They go through L1 even where data is used once: without it (L1::no_allocate) a streaming kernel
+// is 7 % slower on the H200 (docs/kernels/mla_kv_pack.md).
 
 __device__ __forceinline__ uint4 load_16(const void* address) {
     uint4 v;
@@ -38,6 +33,12 @@ __device__ __forceinline__ uint4 load_16(const void* address) {
 __device__ __forceinline__ uint2 load_8(const void* address) {
     uint2 v;
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ float load_f32(const float* address) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(address));
     return v;
 }
 

@@ -3,8 +3,8 @@
 // mapping of threads to 8-element units whose loads are all in flight before the first conversion.
 //
 // Two families:
-//  - mla_kv_concat_b16, mla_kv_pack_fp8_*: the head sizes of every MLA model so far (128 + 64, v 128), 16-byte
-//    aligned rows. 8 threads a row: two 16-byte units of k_nope, two of v and one of k_pe each.
+//  - mla_kv_concat_b16_*, mla_kv_pack_fp8_*: the head sizes of every MLA model so far (128 + 64, v 128), 16-byte
+//    aligned rows, 8 or 16 threads a row.
 //  - *_generic: any head size that is a multiple of 8, any alignment, any mix of dtypes. One unit a thread.
 #include "common.cuh"
 
@@ -12,11 +12,13 @@ namespace hotpath {
 namespace {
 
 constexpr int kUnit = 8;          // elements of a unit: one 16-byte access of a 16-bit dtype
-constexpr int kThreads = 256;     // of a block
+constexpr int kThreads = 128;     // of a block
 constexpr int kNope = 128;        // head sizes of the fast kernels
 constexpr int kRope = 64;
 constexpr int kValue = 128;
-constexpr int kLanes = kRope / kUnit;  // threads of a row in the fast kernels
+constexpr int kNopeUnits = kNope / kUnit;
+constexpr int kRopeUnits = kRope / kUnit;
+static_assert(kNope == kValue, "k_nope and v are read by the same loop");
 
 enum Dtype : uint32_t { kBf16 = 0, kFp16 = 1, kE4m3 = 2 };
 
@@ -41,17 +43,6 @@ struct PackParams {
     uint32_t k_nope_vector, k_pe_vector, v_vector;     // 1: every unit may be read in one access
 };
 
-struct Row {
-    uint64_t index;
-    int64_t token, head;
-    bool live;
-};
-
-__device__ __forceinline__ Row row_at(const PackParams& p, uint32_t index) {
-    const uint32_t token = p.heads.divide(index);
-    return {index, token, static_cast<int64_t>(index - token * p.heads.divisor), index < p.rows};
-}
-
 template <class Source, bool kScaled>
 __device__ __forceinline__ uint2 quantize(uint4 x, float scale) {
     if constexpr (kScaled) {
@@ -62,85 +53,87 @@ __device__ __forceinline__ uint2 quantize(uint4 x, float scale) {
     }
 }
 
-// One block packs kThreads / 8 * kRows consecutive rows; thread `lane` of a row takes units lane and lane + 8 of
-// k_nope and v, and unit lane of k_pe. Reads 512 bytes a row and 128 a token, writes 320 a row.
-template <class Source, bool kRopeIsFp8, bool kScaled, int kRows>
-__device__ __forceinline__ void pack_fp8(const PackParams& p) {
-    launch_dependent_grids();
-    const uint32_t lane = threadIdx.x % kLanes;
-    const uint32_t first = blockIdx.x * (kThreads / kLanes * kRows) + threadIdx.x / kLanes;
+// The row of this thread in the fast kernels, which give kLanes threads to a row.
+struct Row {
+    uint32_t index, token, head, lane;
+};
 
-    Row rows[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) rows[i] = row_at(p, first + i * (kThreads / kLanes));
+template <int kLanes>
+__device__ __forceinline__ Row this_row(const PackParams& p) {
+    const uint32_t index = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+    const uint32_t token = p.heads.divide(index);
+    return {index, token, index - token * p.heads.divisor, threadIdx.x % kLanes};
+}
+
+// Thread `lane` of a row takes units lane, lane + kLanes, ... of k_nope and v, and unit lane of k_pe if there is one.
+// Reads 512 bytes a row and 128 a token, writes 320 a row. With 8 threads a row every thread has five loads in flight,
+// which a small grid needs; with 16 more threads share the work, which streams better once the grid fills the GPU.
+template <class Source, bool kRopeIsFp8, bool kScaled, int kLanes>
+__device__ __forceinline__ void pack_fp8(const PackParams& p) {
+    constexpr int kUnits = kNopeUnits / kLanes;  // of k_nope, and of v, a thread
+    const Row row = this_row<kLanes>(p);
+    const bool live = row.index < p.rows;
+    const bool has_rope = kLanes == kRopeUnits || row.lane < kRopeUnits;
 
     wait_for_prior_grids();
+    uint4 nope[kUnits], value[kUnits], rope;
     float k_scale = 1.0f, v_scale = 1.0f;
-    if constexpr (kScaled) {
-        if (p.k_scale) k_scale = *p.k_scale;
-        if (p.v_scale) v_scale = *p.v_scale;
-    }
-
-    uint4 nope[kRows][2], value[kRows][2], rope[kRows];
+    if (live) {
+        const int64_t token = row.token, head = row.head;
+        const uint8_t* k = p.k_nope + token * p.k_nope_token + head * p.k_nope_head + row.lane * 16;
+        const uint8_t* v = p.v + token * p.v_token + head * p.v_head + row.lane * 16;
+        const uint8_t* pe = p.k_pe + token * p.k_pe_token + row.lane * (kRopeIsFp8 ? 8 : 16);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        if (!rows[i].live) continue;
-        const uint8_t* k = p.k_nope + rows[i].token * p.k_nope_token + rows[i].head * p.k_nope_head + lane * 16;
-        const uint8_t* v = p.v + rows[i].token * p.v_token + rows[i].head * p.v_head + lane * 16;
-        const uint8_t* pe = p.k_pe + rows[i].token * p.k_pe_token + lane * (kRopeIsFp8 ? 8 : 16);
-        nope[i][0] = load_stream_16(k);
-        nope[i][1] = load_stream_16(k + kNope);
-        value[i][0] = load_stream_16(v);
-        value[i][1] = load_stream_16(v + kValue);
-        if constexpr (kRopeIsFp8) {
-            const uint2 bytes = load_8(pe);
-            rope[i] = make_uint4(bytes.x, bytes.y, 0, 0);
-        } else {
-            rope[i] = load_16(pe);
+        for (int i = 0; i < kUnits; ++i) nope[i] = load_16(k + i * kLanes * 16);
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) value[i] = load_16(v + i * kLanes * 16);
+        if (has_rope) {
+            if constexpr (kRopeIsFp8) {
+                const uint2 bytes = load_8(pe);
+                rope = make_uint4(bytes.x, bytes.y, 0, 0);
+            } else {
+                rope = load_16(pe);
+            }
+        }
+        if constexpr (kScaled) {
+            if (p.k_scale) k_scale = load_f32(p.k_scale);
+            if (p.v_scale) v_scale = load_f32(p.v_scale);
         }
     }
+    launch_dependent_grids();
+    if (!live) return;
+    uint8_t* k = p.k_out + static_cast<uint64_t>(row.index) * (kNope + kRope) + row.lane * kUnit;
+    uint8_t* v = p.v_out + static_cast<uint64_t>(row.index) * kValue + row.lane * kUnit;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        if (!rows[i].live) continue;
-        uint8_t* k = p.k_out + rows[i].index * (kNope + kRope) + lane * kUnit;
-        uint8_t* v = p.v_out + rows[i].index * kValue + lane * kUnit;
-        store_8(k, quantize<Source, kScaled>(nope[i][0], k_scale));
-        store_8(k + kNope / 2, quantize<Source, kScaled>(nope[i][1], k_scale));
-        store_8(k + kNope, kRopeIsFp8 ? make_uint2(rope[i].x, rope[i].y) : quantize<Source, kScaled>(rope[i], k_scale));
-        store_8(v, quantize<Source, kScaled>(value[i][0], v_scale));
-        store_8(v + kValue / 2, quantize<Source, kScaled>(value[i][1], v_scale));
-    }
+    for (int i = 0; i < kUnits; ++i) store_8(k + i * kLanes * kUnit, quantize<Source, kScaled>(nope[i], k_scale));
+    if (has_rope) store_8(k + kNope, kRopeIsFp8 ? make_uint2(rope.x, rope.y) : quantize<Source, kScaled>(rope, k_scale));
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) store_8(v + i * kLanes * kUnit, quantize<Source, kScaled>(value[i], v_scale));
 }
 
 // As pack_fp8 without V and conversion, for 16-bit dtypes: reads 256 bytes a row and 128 a token, writes 384 a row.
-template <int kRows>
+template <int kLanes>
 __device__ __forceinline__ void concat_b16(const PackParams& p) {
-    launch_dependent_grids();
-    const uint32_t lane = threadIdx.x % kLanes;
-    const uint32_t first = blockIdx.x * (kThreads / kLanes * kRows) + threadIdx.x / kLanes;
-
-    Row rows[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) rows[i] = row_at(p, first + i * (kThreads / kLanes));
+    constexpr int kUnits = kNopeUnits / kLanes;
+    const Row row = this_row<kLanes>(p);
+    const bool live = row.index < p.rows;
+    const bool has_rope = kLanes == kRopeUnits || row.lane < kRopeUnits;
 
     wait_for_prior_grids();
-    uint4 nope[kRows][2], rope[kRows];
+    uint4 nope[kUnits], rope;
+    if (live) {
+        const int64_t token = row.token, head = row.head;
+        const uint8_t* k = p.k_nope + token * p.k_nope_token + head * p.k_nope_head + row.lane * 16;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        if (!rows[i].live) continue;
-        const uint8_t* k = p.k_nope + rows[i].token * p.k_nope_token + rows[i].head * p.k_nope_head + lane * 16;
-        nope[i][0] = load_stream_16(k);
-        nope[i][1] = load_stream_16(k + kNope);
-        rope[i] = load_16(p.k_pe + rows[i].token * p.k_pe_token + lane * 16);
+        for (int i = 0; i < kUnits; ++i) nope[i] = load_16(k + i * kLanes * 16);
+        if (has_rope) rope = load_16(p.k_pe + token * p.k_pe_token + row.lane * 16);
     }
+    launch_dependent_grids();
+    if (!live) return;
+    uint8_t* k = p.k_out + static_cast<uint64_t>(row.index) * ((kNope + kRope) * 2) + row.lane * 16;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        if (!rows[i].live) continue;
-        uint8_t* k = p.k_out + rows[i].index * ((kNope + kRope) * 2) + lane * 16;
-        store_16(k, nope[i][0]);
-        store_16(k + kNope, nope[i][1]);
-        store_16(k + kNope * 2, rope[i]);
-    }
+    for (int i = 0; i < kUnits; ++i) store_16(k + i * kLanes * 16, nope[i]);
+    if (has_rope) store_16(k + kNope * 2, rope);
 }
 
 // ---- Generic kernels ---------------------------------------------------------------------------------------------
@@ -208,20 +201,20 @@ __device__ __forceinline__ uint2 fp8_unit(const uint8_t* address, int64_t offset
     if (dtype == kE4m3) {
         const uint2 x = load_unit_b8(address + offset, vector);
         if (!scale_at) return x;
-        const float scale = *scale_at;
+        const float scale = load_f32(scale_at);
         return make_uint2(requantize(x.x, scale), requantize(x.y, scale));
     }
     const uint4 x = load_unit_b16(address + offset * 2, vector);
-    if (dtype == kBf16) return scale_at ? quantize<Bf16, true>(x, *scale_at) : quantize<Bf16, false>(x, 1.0f);
-    return scale_at ? quantize<Fp16, true>(x, *scale_at) : quantize<Fp16, false>(x, 1.0f);
+    if (dtype == kBf16) return scale_at ? quantize<Bf16, true>(x, load_f32(scale_at)) : quantize<Bf16, false>(x, 1.0f);
+    return scale_at ? quantize<Fp16, true>(x, load_f32(scale_at)) : quantize<Fp16, false>(x, 1.0f);
 }
 
 }  // namespace
 
 // One thread a unit, grid-stride. Any head sizes, strides, alignments and dtypes.
 extern "C" __global__ void __launch_bounds__(kThreads) mla_kv_pack_fp8_generic(const __grid_constant__ PackParams p) {
-    launch_dependent_grids();
     wait_for_prior_grids();
+    launch_dependent_grids();
     const uint64_t units = p.rows * p.row_units.divisor;
     const uint32_t k_units = p.nope_units + p.rope_units;
     for (uint64_t i = blockIdx.x * static_cast<uint64_t>(kThreads) + threadIdx.x; i < units; i += gridDim.x * static_cast<uint64_t>(kThreads)) {
@@ -244,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_kv_pack_fp8_generic(c
 
 #define HOTPATH_CONCAT_GENERIC(NAME, BYTES, LOAD, STORE)                                                                          \
     extern "C" __global__ void __launch_bounds__(kThreads) NAME(const __grid_constant__ PackParams p) {                           \
-        launch_dependent_grids();                                                                                                 \
-        wait_for_prior_grids();                                                                                                   \
+        wait_for_prior_grids();                                                                                                 \
+        launch_dependent_grids();                                                                                                   \
         const uint64_t units = p.rows * p.row_units.divisor;                                                                      \
         for (uint64_t i = blockIdx.x * static_cast<uint64_t>(kThreads) + threadIdx.x; i < units;                                  \
              i += gridDim.x * static_cast<uint64_t>(kThreads)) {                                                                  \
@@ -260,27 +253,29 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_kv_pack_fp8_generic(c
 HOTPATH_CONCAT_GENERIC(mla_kv_concat_b16_generic, 2, load_unit_b16, store_16)
 HOTPATH_CONCAT_GENERIC(mla_kv_concat_b8_generic, 1, load_unit_b8, store_8)
 
-// ---- Instances of the fast kernels: source dtype, dtype of k_pe, scaled or not, rows a thread -----------------------
+// ---- Instances of the fast kernels: source dtype, dtype of k_pe, scaled or not, threads a row -------------------------
 
-#define HOTPATH_PACK(NAME, SOURCE, ROPE_IS_FP8, SCALED, ROWS)                                                  \
+#define HOTPATH_PACK(NAME, SOURCE, ROPE_IS_FP8, SCALED, LANES)                                          \
     extern "C" __global__ void __launch_bounds__(kThreads) NAME(const __grid_constant__ PackParams p) { \
-        pack_fp8<SOURCE, ROPE_IS_FP8, SCALED, ROWS>(p);                                                        \
+        pack_fp8<SOURCE, ROPE_IS_FP8, SCALED, LANES>(p);                                                \
     }
-#define HOTPATH_PACK_ROWS(NAME, SOURCE, ROPE_IS_FP8, SCALED)     \
-    HOTPATH_PACK(NAME##_r1, SOURCE, ROPE_IS_FP8, SCALED, 1)      \
-    HOTPATH_PACK(NAME##_r2, SOURCE, ROPE_IS_FP8, SCALED, 2)
-#define HOTPATH_PACK_SOURCE(NAME, SOURCE)                              \
-    HOTPATH_PACK_ROWS(mla_kv_pack_fp8_##NAME, SOURCE, false, false)    \
-    HOTPATH_PACK_ROWS(mla_kv_pack_fp8_##NAME##_pe8, SOURCE, true, false) \
-    HOTPATH_PACK_ROWS(mla_kv_pack_fp8_##NAME##_scaled, SOURCE, false, true) \
-    HOTPATH_PACK_ROWS(mla_kv_pack_fp8_##NAME##_pe8_scaled, SOURCE, true, true)
+#define HOTPATH_PACK_LANES(NAME, SOURCE, ROPE_IS_FP8, SCALED) \
+    HOTPATH_PACK(NAME##_l8, SOURCE, ROPE_IS_FP8, SCALED, 8)   \
+    HOTPATH_PACK(NAME##_l16, SOURCE, ROPE_IS_FP8, SCALED, 16)
+#define HOTPATH_PACK_SOURCE(NAME, SOURCE)                                    \
+    HOTPATH_PACK_LANES(mla_kv_pack_fp8_##NAME, SOURCE, false, false)         \
+    HOTPATH_PACK_LANES(mla_kv_pack_fp8_##NAME##_pe8, SOURCE, true, false)    \
+    HOTPATH_PACK_LANES(mla_kv_pack_fp8_##NAME##_scaled, SOURCE, false, true) \
+    HOTPATH_PACK_LANES(mla_kv_pack_fp8_##NAME##_pe8_scaled, SOURCE, true, true)
 
 HOTPATH_PACK_SOURCE(bf16, Bf16)
 HOTPATH_PACK_SOURCE(fp16, Fp16)
 
-#define HOTPATH_CONCAT(NAME, ROWS) \
-    extern "C" __global__ void __launch_bounds__(kThreads) NAME(const __grid_constant__ PackParams p) { concat_b16<ROWS>(p); }
-HOTPATH_CONCAT(mla_kv_concat_b16_r1, 1)
-HOTPATH_CONCAT(mla_kv_concat_b16_r2, 2)
+#define HOTPATH_CONCAT(NAME, LANES)                                                                     \
+    extern "C" __global__ void __launch_bounds__(kThreads) NAME(const __grid_constant__ PackParams p) { \
+        concat_b16<LANES>(p);                                                                           \
+    }
+HOTPATH_CONCAT(mla_kv_concat_b16_l8, 8)
+HOTPATH_CONCAT(mla_kv_concat_b16_l16, 16)
 
 }  // namespace hotpath

@@ -60,6 +60,7 @@ static SLOTS: [Slot; 32] = [const {
     }
 }; 32];
 
+#[inline]
 fn type_info(object: &Bound<'_, PyAny>) -> PyResult<TypeInfo> {
     // SAFETY: the interpreter is attached and `object` is alive, so its type pointer is valid.
     let ty = unsafe { ffi::Py_TYPE(object.as_ptr()) };
@@ -195,6 +196,7 @@ impl<'py> Arguments<'py> {
         Self { py, op, lent: Vec::new(), streams: ptr::null() }
     }
 
+    #[inline]
     /// Reads one tensor argument. The result is valid while `object` and `self` live.
     pub fn tensor(&mut self, name: &'static str, object: &Bound<'py, PyAny>) -> Result<Tensor> {
         let info = type_info(object)?;
@@ -218,6 +220,7 @@ impl<'py> Arguments<'py> {
         object.map(|object| self.tensor(name, object)).transpose()
     }
 
+    #[inline]
     fn tensor_from_table(
         &mut self,
         name: &'static str,
@@ -253,6 +256,7 @@ impl<'py> Arguments<'py> {
         Ok(tensor)
     }
 
+    #[cold]
     /// `__dlpack__`, asked for no synchronisation: the caller orders a producer's stream against the current one.
     fn tensor_from_protocol(&mut self, name: &'static str, object: &Bound<'py, PyAny>) -> Result<Tensor> {
         let py = self.py;
@@ -312,6 +316,7 @@ impl<'py> Arguments<'py> {
         }
     }
 
+    #[inline]
     fn convert(&self, name: &'static str, raw: &DLTensor, read_only: bool) -> Result<Tensor> {
         let ndim = usize::try_from(raw.ndim).unwrap_or(usize::MAX);
         if ndim > MAX_DIMS {

@@ -102,6 +102,8 @@ unsafe impl Send for Tensor {}
 unsafe impl Sync for Tensor {}
 
 impl Tensor {
+    #[inline]
+    #[expect(clippy::needless_range_loop, reason = "constant bounds unroll")]
     /// `strides` in elements; `None` means contiguous. `shape` has at most [`MAX_DIMS`] entries.
     pub fn new(
         (op, name): (&'static str, &'static str),
@@ -113,10 +115,19 @@ impl Tensor {
         strides: Option<&[i64]>,
     ) -> Self {
         let ndim = shape.len();
+        // Loops of constant length: a copy of a few numbers through memcpy costs more than the numbers.
         let (mut own_shape, mut own_strides) = ([1; MAX_DIMS], [1; MAX_DIMS]);
-        own_shape[..ndim].copy_from_slice(shape);
+        for dim in 0..MAX_DIMS {
+            if dim < ndim {
+                own_shape[dim] = shape[dim];
+            }
+        }
         if let Some(strides) = strides {
-            own_strides[..ndim].copy_from_slice(strides);
+            for dim in 0..MAX_DIMS {
+                if dim < ndim {
+                    own_strides[dim] = strides[dim];
+                }
+            }
         } else {
             for dim in (0..ndim.saturating_sub(1)).rev() {
                 own_strides[dim] = own_strides[dim + 1] * own_shape[dim + 1];
@@ -147,19 +158,24 @@ impl Tensor {
         self.stride(dim) * self.dtype.size() as i64
     }
 
+    #[cold]
     pub fn value_error(&self, expected: impl Into<String>) -> Error {
         Error::Value { op: self.op, argument: self.name, expected: expected.into(), got: self.to_string() }
     }
 
+    #[cold]
     pub fn type_error(&self, expected: impl Into<String>) -> Error {
         Error::Type { op: self.op, argument: self.name, expected: expected.into(), got: self.to_string() }
     }
 
     // ---- Checks. Each names op, argument, what was expected and what came. -----------------------------------------
 
-    pub fn expect_rank(&self, layout: &str) -> Result<()> {
-        let rank = layout.split(',').count();
-        if self.ndim == rank { Ok(()) } else { Err(self.value_error(format!("{rank} dimensions {layout}"))) }
+    /// `layout` names the dimensions.
+    pub fn expect_rank(&self, layout: &[&str]) -> Result<()> {
+        if self.ndim == layout.len() {
+            return Ok(());
+        }
+        Err(self.value_error(format!("{} dimensions [{}]", layout.len(), layout.join(", "))))
     }
 
     /// `why` says where the numbers come from, such as "tokens and heads of k_nope".

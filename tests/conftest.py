@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import zlib
 from pathlib import Path
@@ -48,6 +49,9 @@ def _available_host_bytes() -> int:
 def _missing_memory(device_gib: float, host_gib: float) -> str | None:
     if _available_host_bytes() < host_gib * GIB:
         return f"needs {host_gib} GiB of free host memory"
+    if device_gib:
+        gc.collect()
+        torch.cuda.empty_cache()
     if device_gib and torch.cuda.mem_get_info()[0] < device_gib * GIB:
         return f"needs {device_gib} GiB of free device memory"
     return None

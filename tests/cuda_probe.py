@@ -1,10 +1,10 @@
-"""What the CUDA driver itself says: nodes of a captured graph, the current context; and a slow producer kernel."""
+"""What the CUDA driver says about graphs and contexts, and a producer kernel that writes late."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,24 +44,67 @@ def current_context() -> int | None:
     return context.value
 
 
-_PRODUCER = r"""
-extern "C" __global__ void late_copy(const int* from, int* to, int words) {
-    asm volatile("griddepcontrol.launch_dependents;");
-    for (int i = 0; i < 100; ++i) __nanosleep(1000);
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x) to[i] = from[i];
+# Written out in PTX, so that nothing but the driver is needed.
+_LATE_COPY = b"""
+.version 8.0
+.target sm_90
+.address_size 64
+
+.visible .entry late_copy(.param .u64 source, .param .u64 target, .param .u32 words)
+{
+    .reg .pred %go;
+    .reg .b32 %i, %step, %count, %block, %width, %thread, %left, %word;
+    .reg .b64 %from, %to, %offset;
+
+    griddepcontrol.launch_dependents;
+    mov.u32 %left, 100;
+sleep:
+    nanosleep.u32 1000;
+    sub.u32 %left, %left, 1;
+    setp.ne.u32 %go, %left, 0;
+    @%go bra sleep;
+
+    ld.param.u64 %from, [source];
+    ld.param.u64 %to, [target];
+    ld.param.u32 %count, [words];
+    cvta.to.global.u64 %from, %from;
+    cvta.to.global.u64 %to, %to;
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %width, %ntid.x;
+    mov.u32 %thread, %tid.x;
+    mad.lo.u32 %i, %block, %width, %thread;
+    mov.u32 %step, %nctaid.x;
+    mul.lo.u32 %step, %step, %width;
+copy:
+    setp.ge.u32 %go, %i, %count;
+    @%go ret;
+    mul.wide.u32 %offset, %i, 4;
+    add.u64 %offset, %offset, %from;
+    ld.global.u32 %word, [%offset];
+    sub.u64 %offset, %offset, %from;
+    add.u64 %offset, %offset, %to;
+    st.global.u32 [%offset], %word;
+    add.u32 %i, %i, %step;
+    bra copy;
 }
 """
 
 
-def compile_late_copy() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-    """A copy that lets its dependents start first and writes 100 us later; None where torch cannot compile it."""
-    compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
-    if compile_kernel is None:
-        return None
-    kernel = compile_kernel(_PRODUCER, "late_copy")
+def load_late_copy() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """A copy kernel that lets its dependents start at once and writes about 100 us later."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    torch.cuda.current_stream().synchronize()
+    _check(_driver().cuModuleLoadData(ctypes.byref(module), _LATE_COPY))
+    _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, b"late_copy"))
 
-    def late_copy(source: torch.Tensor, destination: torch.Tensor) -> None:
-        words = source.numel() * source.element_size() // 4
-        kernel(grid=(16, 1, 1), block=(256, 1, 1), args=[source, destination, words])
+    def late_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        values = (
+            ctypes.c_uint64(source.data_ptr()),
+            ctypes.c_uint64(target.data_ptr()),
+            ctypes.c_uint32(source.numel() * source.element_size() // 4),
+        )
+        parameters = (ctypes.c_void_p * 3)(*map(ctypes.addressof, values))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check(_driver().cuLaunchKernel(function, 16, 1, 1, 256, 1, 1, 0, stream, parameters, None))
 
     return late_copy

@@ -78,8 +78,10 @@ def fork_after_use() -> None:
 
 
 def fork_during_use() -> None:
-    """A fork while other threads are inside the op."""
+    """A fork while other threads are inside the op, the first of them while the thread pool comes to be."""
     inputs, wants = _make(600)
+    # Python cannot fork safely during an import, and the first look-up of an op is one.
+    assert _is_right(*_make(1))
     stop = threading.Event()
 
     def work() -> None:

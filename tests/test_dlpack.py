@@ -42,10 +42,15 @@ def test_numpy_views_keep_their_strides(keys: tuple[torch.Tensor, torch.Tensor])
     k_nope[...] = keys[0].numpy()
     want = reference.concat(*keys)
     assert_same_bits(vllm_hotpath.mla_kv_concat(k_nope, keys[1].numpy()), want)
-    reversed_tokens = keys[0].numpy()[::-1]
-    assert reversed_tokens.strides[0] < 0
-    want = reference.concat(keys[0].flip(0), keys[1])
-    assert_same_bits(vllm_hotpath.mla_kv_concat(reversed_tokens, keys[1]), want)
+
+
+@pytest.mark.parametrize("allocate", [False, True], ids=["out given", "out allocated"])
+def test_numpy_views_may_run_backwards(allocate: bool, keys: tuple[torch.Tensor, torch.Tensor]) -> None:
+    k_nope, k_pe = keys[0].numpy()[::-1, ::-1], keys[1].numpy()[::-1]
+    assert max(k_nope.strides[:2]) < 0
+    out = None if allocate else torch.empty(5, 3, 24, dtype=FP16)
+    got = vllm_hotpath.mla_kv_concat(k_nope, k_pe, out=out)
+    assert_same_bits(got, reference.concat(keys[0].flip(0, 1), keys[1].flip(0)))
 
 
 def test_read_only_arrays_are_inputs(keys: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -48,18 +48,22 @@ _SCALES = (
 
 
 def _every_pattern_three_ways(
-    dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, device: torch.device, widths: tuple[int, int, int] = (128, 64, 128)
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    p, r, v = widths
     return (
-        every_pattern(dtype, (512, 2, 64), device),
-        every_pattern(dtype, (512, 128), device),
-        every_pattern(dtype, (512, 2, 64), device),
+        every_pattern(dtype, (1024, 1, p), device),
+        every_pattern(dtype, (1024, r), device),
+        every_pattern(dtype, (1024, 1, v), device),
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_pattern_is_cast_with_saturation(dtype: torch.dtype, device: torch.device) -> None:
-    check_quant(*_every_pattern_three_ways(dtype, device))
+@pytest.mark.parametrize("widths", [(128, 64, 128), (64, 128, 64)], ids=str)
+def test_every_bit_pattern_is_cast_with_saturation(
+    widths: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    check_quant(*_every_pattern_three_ways(dtype, device, widths))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -72,9 +76,9 @@ def test_every_bit_pattern_is_divided_in_fp32_then_cast(
 
 
 def test_random_scale_bit_patterns(device: torch.device, rng: torch.Generator) -> None:
-    for dtype in DTYPES:
-        inputs = _every_pattern_three_ways(dtype, device)
-        for _ in range(8):
+    for dtype, widths in itertools.product(DTYPES, ((128, 64, 128), (64, 128, 64))):
+        inputs = _every_pattern_three_ways(dtype, device, widths)
+        for _ in range(3):
             k_scale, v_scale = random_patterns((2, 1), torch.float32, rng).to(device)
             check_quant(*inputs, k_scale=k_scale, v_scale=v_scale)
 

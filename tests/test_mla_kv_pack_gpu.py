@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,14 +70,23 @@ def _assert_cpu_equals_gpu(op: Callable[..., Any], inputs: Sequence[Any], **keyw
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_pattern_and_random_scales_agree_with_the_cpu(dtype: torch.dtype, rng: torch.Generator) -> None:
-    inputs = [every_pattern(dtype, shape, CPU) for shape in ((512, 2, 64), (512, 128), (512, 2, 64))]
-    for exponent in range(-149, 128, 7):
+@pytest.mark.parametrize("rope", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [1, 64])
+def test_every_pattern_and_random_scales_agree_with_the_cpu(
+    dtype: torch.dtype, rope: torch.dtype, heads: int, rng: torch.Generator
+) -> None:
+    heads_shape = (1024, heads, 128)
+    inputs = [every_pattern(dtype, heads_shape, CPU), every_pattern(rope, (1024, 64), CPU)]
+    inputs.append(every_pattern(dtype, heads_shape, CPU))
+    for exponent in range(-149, 128, 7 if heads == 1 else 40):
         scale = make_scale(2.0**exponent, CPU)
         _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat_quant_fp8, inputs, k_scale=scale, v_scale=scale)
-    for _ in range(64):
+    for _ in range(64 if heads == 1 else 4):
         k_scale, v_scale = random_patterns((2,), torch.float32, rng)
         _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat_quant_fp8, inputs, k_scale=k_scale, v_scale=v_scale)
+    _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat_quant_fp8, inputs)
+    _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat_quant_fp8, inputs, k_scale=make_scale(0.3, CPU))
+    _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat_quant_fp8, inputs, v_scale=make_scale(0.3, CPU))
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -85,6 +95,20 @@ def test_every_shape_agrees_with_the_cpu(heads: int, rng: torch.Generator) -> No
         inputs = make_inputs(tokens, heads, widths, CPU, rng)
         _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat_quant_fp8, inputs)
         _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat, inputs[:2])
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(16_387, 1), (4097, 12), (1025, 128)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_batches_agree_with_the_cpu(
+    tokens: int, heads: int, dtype: torch.dtype, rng: torch.Generator
+) -> None:
+    kv = random_values((tokens, heads, 256), dtype, rng)
+    latent = random_values((tokens, 576), dtype, rng)
+    k_nope, k_pe, v = kv[..., :128], latent[:, 512:], kv[..., 128:]
+    scale = make_scale(0.37, CPU)
+    for keywords in ({}, {"k_scale": scale, "v_scale": scale}, {"v_pad_to": 192}):
+        _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat_quant_fp8, (k_nope, k_pe, v), **keywords)
+    _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat, (k_nope, k_pe))
 
 
 @pytest.mark.parametrize("layout", HEAD_LAYOUTS)
@@ -160,10 +184,12 @@ def test_a_call_is_one_kernel_node_and_nothing_else(tokens: int, layout: str, rn
 
 def test_zero_tokens_launch_nothing(rng: torch.Generator) -> None:
     inputs = make_inputs(0, 8, SHAPE, CUDA, rng)
-    graph, _ = _capture(
-        lambda: (vllm_hotpath.mla_kv_concat_quant_fp8(*inputs), vllm_hotpath.mla_kv_concat(*inputs[:2])),
-        keep_graph=True,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Graph is empty")
+        graph, _ = _capture(
+            lambda: (vllm_hotpath.mla_kv_concat_quant_fp8(*inputs), vllm_hotpath.mla_kv_concat(*inputs[:2])),
+            keep_graph=True,
+        )
     assert cuda_probe.node_types(graph) == []
 
 
@@ -241,7 +267,7 @@ def test_two_threads_on_two_streams(rng: torch.Generator) -> None:
                     assert torch.equal(as_bits(k), as_bits(want[0]))
                     assert torch.equal(as_bits(v), as_bits(want[1]))
                 assert torch.cuda.current_stream() == stream
-        except BaseException as error:  # noqa: BLE001, RUF100
+        except BaseException as error:
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=job) for job in jobs]
@@ -303,7 +329,7 @@ def test_context_is_usable_after_refused_calls(rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 16, 512])
 def test_a_chain_of_packs_and_torch_kernels_keeps_its_order(tokens: int, rng: torch.Generator) -> None:
-    """Every pack reads what the kernel right before it wrote, and overwrites what the one before that read."""
+    """Every pack reads what the kernel right before it wrote, and overwrites what the one before read."""
     links = 48
     k_pe = random_values((tokens, 64), E4M3, rng).to(CUDA)
     source = random_values((tokens, 4, 128), FP16, rng).to(CUDA)
@@ -347,20 +373,19 @@ def test_a_chain_of_packs_and_torch_kernels_keeps_its_order(tokens: int, rng: to
     for _ in range(5):
         source.copy_(random_values((tokens, 4, 128), FP16, rng))
         k_pe.copy_(random_values((tokens, 64), E4M3, rng))
-        wants = expected()
+        wants = torch.stack([as_bits(want) for want in expected()])
+        wrong = torch.zeros(links, dtype=torch.int64, device=CUDA)
         for _ in range(20):
             for tensor in results:
                 as_bits(tensor).fill_(0x55)
             graph.replay()
-        for link, (result, want) in enumerate(zip(results, wants, strict=True)):
-            assert_same_bits(result, want, f"link {link}")
+            wrong += (torch.stack([as_bits(result) for result in results]) != wants).flatten(1).sum(1)
+        assert wrong.tolist() == [0] * links
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_the_pack_waits_for_a_producer_that_lets_it_start_early(captured: bool, rng: torch.Generator) -> None:
-    late_copy = cuda_probe.compile_late_copy()
-    if late_copy is None:
-        pytest.skip("this torch compiles no CUDA source")
+    late_copy = cuda_probe.load_late_copy()
     sources = make_inputs(16, 4, SHAPE, CUDA, rng)
     inputs = [torch.zeros_like(tensor) for tensor in sources]
 
@@ -443,17 +468,21 @@ def test_strides_beyond_2_31_elements(odd: int, rng: torch.Generator) -> None:
         check_concat(view[..., :128], k_pe)
 
 
-@pytest.mark.big(device_gib=24)
-def test_more_rows_than_2_31_bytes_of_narrow_heads() -> None:
-    """So many tokens and heads that even the number of 8-element units needs 64 bits of offset."""
-    tokens, heads = 2**21 + 3, 128
-    k_nope = torch.empty(tokens, heads, 8, dtype=BF16, device=CUDA)
-    k_pe = torch.empty(tokens, 8, dtype=BF16, device=CUDA)
-    _fill(k_nope)
-    _fill(k_pe)
-    k, v = vllm_hotpath.mla_kv_concat_quant_fp8(k_nope, k_pe, k_nope)
-    assert k.numel() > 2**31
-    for rows in (slice(0, 300), slice(2**20 - 5, 2**20 + 300), slice(tokens - 300, tokens)):
-        want = check_quant(k_nope[rows], k_pe[rows], k_nope[rows])
-        assert_same_bits(k[rows], want[0], "k_out")
-        assert_same_bits(v[rows], want[1], "v_out")
+@pytest.mark.big(device_gib=40)
+def test_more_than_2_31_rows(rng: torch.Generator) -> None:
+    tokens, heads = 2**24 + 3, 128
+    token = random_values((1, heads, 8), E4M3, rng).to(CUDA)
+    k_nope = token.expand(tokens, heads, 8)
+    k_pe = torch.empty(tokens, 0, dtype=E4M3, device=CUDA)
+
+    def assert_all_rows_right(got: torch.Tensor, want: torch.Tensor) -> None:
+        assert got.shape[0] * got.shape[1] > 2**31
+        for rows in as_bits(got).split(2**20):
+            assert torch.equal(rows, as_bits(want).expand(rows.shape))
+
+    assert_all_rows_right(vllm_hotpath.mla_kv_concat(k_nope, k_pe), token)
+    scale = make_scale(0.3, CUDA)
+    k, v = vllm_hotpath.mla_kv_concat_quant_fp8(k_nope, k_pe, k_nope, k_scale=scale)
+    want = check_quant(token, k_pe[:1], token, k_scale=scale)
+    assert_all_rows_right(k, want[0])
+    assert_all_rows_right(v, want[1])

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-Allocate: TypeAlias = Callable[[Any, Sequence[int], str], Any]
-"""``allocate(like, shape, dtype_name)`` makes an uninitialised contiguous tensor on ``like``'s device."""
+Allocate: TypeAlias = Callable[[str, Sequence[int], str], Any]
+"""``allocate(device, shape, dtype)`` makes an uninitialised contiguous tensor; both names are torch's."""
 
 def build_info() -> dict[str, Any]:
     """Version, kernel targets and kernel names of this build, and the nvcc that made them."""

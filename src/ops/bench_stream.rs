@@ -12,10 +12,10 @@ use crate::tensor::{DType, Device, Tensor};
 static KERNEL: Kernel = Kernel::new("bench_stream", c"bench_stream");
 pub const STREAM: Op = Op { name: "bench_stream", stem: "bench_stream", kernels: &[&KERNEL] };
 
-/// Bytes of an access, and accesses of a block on either side; `kStreamThreads * kDepth` of the kernel.
+/// Bytes of an access, one a thread on either side.
 const ACCESS: u64 = 16;
+/// `kStreamThreads` of the kernel.
 const THREADS: u32 = 256;
-const BLOCK_UNITS: u64 = 1024;
 
 /// Twin of `StreamParams` in `kernels/bench_stream.cu`.
 #[repr(C)]
@@ -52,6 +52,6 @@ pub fn bench_stream<'py>(py: Python<'py>, src: Bound<'py, PyAny>, dst: Bound<'py
     dst.expect_device(src.device, "src")?;
     dst.expect_apart_from(&src)?;
     let params = StreamParams { src: src.data, dst: dst.data, read_units, write_units };
-    let grid = read_units.max(write_units).div_ceil(BLOCK_UNITS).max(1);
+    let grid = read_units.max(write_units).div_ceil(u64::from(THREADS)).max(1);
     launch(STREAM.name, &KERNEL, index, arguments.current_stream(index)?, Launch::of(grid, THREADS), &params)
 }

@@ -13,18 +13,17 @@ E4M3 = torch.float8_e4m3fn
 
 _CODES = np.arange(127)
 _EXPONENT, _MANTISSA = _CODES >> 3, _CODES & 7
-# Magnitudes of the codes 0x00 to 0x7E; 0x7F is NaN. All of them, and the midpoints, are exact in float64.
+# Magnitudes of the codes 0x00 to 0x7E; 0x7F is NaN. All of them, and the midpoints, are exact in float32.
 MAGNITUDES = np.where(_EXPONENT == 0, _MANTISSA * 2.0**-9, (8 + _MANTISSA) * 2.0 ** (_EXPONENT - 10.0))
-_MIDPOINTS = (MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2
+_MIDPOINTS = ((MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2).astype(np.float32)
 
 
 def e4m3_encode(x: np.ndarray) -> np.ndarray:
     """Round float32 to e4m3 bytes: nearest even, saturated to +-448, NaN to 0x7F with its sign."""
-    with np.errstate(invalid="ignore"):
-        magnitude = np.abs(x.astype(np.float64))
-    below = np.searchsorted(_MIDPOINTS, magnitude, side="left")
-    above = np.searchsorted(_MIDPOINTS, magnitude, side="right")
-    code = np.where(below % 2 == 0, below, above)
+    magnitude = np.abs(x)
+    code = np.searchsorted(_MIDPOINTS, magnitude)
+    is_tie = magnitude == np.append(_MIDPOINTS, np.nan).astype(np.float32)[code]
+    code += is_tie & (code % 2 == 1)
     code = np.where(np.isnan(x), 0x7F, code)
     return (code | np.signbit(x) << 7).astype(np.uint8)
 

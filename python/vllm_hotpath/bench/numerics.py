@@ -10,26 +10,15 @@ E4M3_MAX = 448.0
 
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Where an e4m3 cast has its edges: zero, half of and all of the smallest subnormal, the smallest normal, ties,
-# the largest value, the largest that rounds to it, the first that needs saturation, the ends of fp16 and bf16.
+# Where an e4m3 cast has its edges: zero, half of and all of the smallest subnormal, the smallest normal,
+# ties, the largest value, what still rounds to it, what has to saturate, the ends of fp16 and bf16.
+# fmt: off
 _EDGES = (
-    0.0,
-    2**-10,
-    2**-9,
-    3 * 2**-10,
-    2**-6,
-    1.0,
-    1.0625,
-    17.0,
-    416.0,
-    432.0,
-    448.0,
-    456.0,
-    464.0,
-    466.0,
-    480.0,
+    0.0, 2**-10, 2**-9, 3 * 2**-10, 2**-6, 1.0, 1.0625, 17.0, 416.0, 432.0, 448.0, 456.0, 464.0, 466.0, 480.0,
+    65504.0, 1e38, float("inf"),
 )
-_EDGES += (65504.0, 1e38, float("inf"))
+# fmt: on
+# Quiet and signalling NaN, smallest and largest subnormal.
 _NAN_BITS = {
     torch.bfloat16: (0x7FC0, 0x7F81, 0x0001, 0x007F),
     torch.float16: (0x7E00, 0x7C01, 0x0001, 0x03FF),

@@ -30,7 +30,7 @@ def load() -> Peer:
     HOTPATH_PEER_VERSION names the version of libraries that are loaded by path.
     """
     named = os.environ.get("HOTPATH_PEER_LIB", "")
-    paths = [Path(entry) for entry in named.split(os.pathsep) if entry]
+    paths = [Path(entry).resolve() for entry in named.split(os.pathsep) if entry]
     if paths:
         names = ", ".join(path.name for path in paths)
         label = " ".join(filter(None, [os.environ.get("HOTPATH_PEER_VERSION", ""), f"({names})"]))
@@ -57,7 +57,8 @@ def _load_library(path: Path) -> str:
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
-        return f"{path.name}: {str(error).splitlines()[0]}"
+        reason = str(error).splitlines()[0].replace(f"{path.parent}/", "")
+        return reason if reason.startswith(path.name) else f"{path.name}: {reason}"
     return ""
 
 

@@ -51,9 +51,10 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with right-aligned columns."""
-    lines = [headings, ["---:"] * len(headings), *rows]
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 0) -> str:
+    """Make a Markdown table whose columns are right-aligned after the first ``text_columns``."""
+    rules = ["---"] * text_columns + ["---:"] * (len(headings) - text_columns)
+    lines = [headings, rules, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
@@ -89,11 +90,12 @@ def markdown(
     parts = [head(f"{stem} on {environment['device']}", environment)]
     parts.append(
         "Time is microseconds per call: the median over replays of a CUDA graph of many calls (about "
-        f"{MIN_REPLAY_US / 1000:g} ms a replay, or more) that take turns on buffers whose traffic exceeds three "
-        "times the L2; all subjects of a row are replayed in turn in one process. Results are compared with the "
-        "reference bit by bit before the clock starts. `copy` is the floor: a device copy that reads and writes "
-        "as many bytes in total. `stream` is a kernel that only reads and writes, with the op's own split of the "
-        f"two. TB/s counts bytes read plus bytes written. torch: {torch_ops}. Peer: {peer}.\n"
+        f"{MIN_REPLAY_US / 1000:g} ms a replay, or more) that take turns on buffers whose traffic exceeds "
+        "three times the L2; all subjects of a row are replayed in turn in one process. Results are compared "
+        "with the reference bit by bit before the clock starts. `copy` is the floor: a device copy that "
+        "reads and writes as many bytes in total. `stream` is a kernel that only reads and writes, with the "
+        "op's own split of the two. TB/s counts bytes read plus bytes written. "
+        f"torch: {torch_ops}. Peer: {peer}.\n"
     )
     if chart is not None:
         parts.append(f"![Time over the copy floor by size]({chart})\n")
@@ -104,7 +106,7 @@ def markdown(
         lines = [[*map(str, row.params.values()), *cells(row)] for row in chosen]
         parts.append(markdown_table([*names, *COLUMNS], lines))
         notes = [
-            f"- {' '.join(map(str, row.params.values()))}: {note}"
+            f"- {', '.join(f'{name}={size}' for name, size in row.params.items())}: {note}"
             for row in chosen
             for note in row.notes.values()
         ]

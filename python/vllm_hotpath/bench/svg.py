@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,7 @@ _CELL_W, _CELL_H = 300, 210
 _LEFT, _TOP, _RIGHT, _BOTTOM = 44, 30, 12, 40
 _HEADER, _FOOTER = 62, 30
 _STYLE = (
-    "text{font:11px system-ui,-apple-system,'Segoe UI',sans-serif;fill:" + _INK + "}"
+    f"text{{font-family:system-ui,-apple-system,'Segoe UI',sans-serif;font-size:11px;fill:{_INK}}}"
     ".title{font-size:15px;font-weight:600}.panel{font-size:11.5px;font-weight:600}.small{font-size:10px}"
 )
 
@@ -33,6 +33,12 @@ class Panel:
     title: str
     x_label: str
     series: dict[str, list[tuple[float, float]]]
+
+
+class _Axes(NamedTuple):
+    xs: list[float]
+    top: float
+    y_label: str
 
 
 def draw(title: str, panels: Sequence[Panel], *, footer: str = "", y_label: str = "time / floor") -> str:
@@ -51,19 +57,21 @@ def draw(title: str, panels: Sequence[Panel], *, footer: str = "", y_label: str 
     ]
     colours = {name: (_COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)]) for i, name in enumerate(names)}
     points = [point for panel in panels for line in panel.series.values() for point in line]
-    top = _ceiling(max((y for _, y in points), default=1.0))
-    xs = sorted({x for x, _ in points}) or [1.0]
+    axes = _Axes(
+        xs=sorted({x for x, _ in points}) or [1.0],
+        top=_ceiling(max((y for _, y in points), default=1.0)),
+        y_label=y_label,
+    )
     body = [f'<text class="title" x="16" y="24">{escape(title)}</text>', *_legend(colours)]
     for i, panel in enumerate(panels):
         left, upper = 10 + i % columns * _CELL_W, _HEADER + i // columns * _CELL_H
-        body += _panel(panel, left, upper, xs, top, colours, y_label)
+        body += _panel(panel, (left, upper), axes, colours)
     body.append(f'<text class="small" x="16" y="{height - 12}">{escape(footer)}</text>')
     return (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title)}">\n<style>{_STYLE}</style>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}">\n'
+        f"<style>{_STYLE}</style>\n" + "\n".join(body) + "\n</svg>\n"
     )
 
 
@@ -85,14 +93,10 @@ def _legend(colours: dict[str, tuple[str, str]]) -> list[str]:
 
 
 def _panel(
-    panel: Panel,
-    left: int,
-    upper: int,
-    xs: Sequence[float],
-    top: float,
-    colours: dict[str, tuple[str, str]],
-    y_label: str,
+    panel: Panel, corner: tuple[int, int], axes: _Axes, colours: dict[str, tuple[str, str]]
 ) -> list[str]:
+    left, upper = corner
+    xs, top = axes.xs, axes.top
     x0, x1 = left + _LEFT, left + _CELL_W - _RIGHT
     y0, y1 = upper + _CELL_H - _BOTTOM, upper + _TOP
     low, span = math.log2(xs[0]), math.log2(xs[-1] / xs[0]) or 1.0
@@ -132,7 +136,7 @@ def _panel(
     middle = (y0 + y1) / 2
     parts.append(
         f'<text class="small" x="{left + 10}" y="{middle}" text-anchor="middle" '
-        f'transform="rotate(-90 {left + 10} {middle})">{escape(y_label)}</text>'
+        f'transform="rotate(-90 {left + 10} {middle})">{escape(axes.y_label)}</text>'
     )
     for name, (colour, mark) in colours.items():
         line = sorted(panel.series.get(name, []))

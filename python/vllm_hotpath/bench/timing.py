@@ -60,7 +60,7 @@ def summarise(times_us: Sequence[float], calls: int) -> Timing:
 
 
 def sets_needed(bytes_moved: int, l2_bytes: int) -> int:
-    """Count the buffer sets whose traffic exceeds three times the L2: none is in it when its turn comes again."""
+    """Count the buffer sets whose traffic exceeds three times the L2: none is in it when used again."""
     return min(MAX_SETS, max(2, _L2_MULTIPLE * l2_bytes // max(1, bytes_moved) + 1))
 
 
@@ -127,8 +127,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _capture(calls: Sequence[Call], passes: int) -> torch.cuda.CUDAGraph:
     """Capture ``passes`` rounds of ``calls`` on the current stream, after one call that may initialise.
 
-    ``torch.cuda.graph`` collects garbage and empties the allocator's cache at every entry, which for a hundred
-    rows takes longer than the measurement; a collection within a capture could free device memory and break it.
+    ``torch.cuda.graph`` collects garbage and empties the allocator's cache at every entry, which for a
+    hundred rows takes longer than the measurement. A collection within a capture could free device memory
+    and break it.
     """
     calls[0]()
     torch.cuda.current_stream().synchronize()

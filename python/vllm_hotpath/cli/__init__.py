@@ -1,7 +1,7 @@
 """The command line: ``python -m vllm_hotpath doctor | verify | bench``.
 
-Arguments are parsed here; each command is a module with ``run(arguments) -> exit status``, imported when it is
-asked for. Exit status: 0 all well, 1 a mismatch or not able to, 2 wrong usage.
+Arguments are parsed here; each command is a module with ``run(arguments) -> exit status``, imported when it
+is asked for. Exit status: 0 all well, 1 a mismatch or not able to, 2 wrong usage.
 """
 
 from __future__ import annotations

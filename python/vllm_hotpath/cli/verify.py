@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from vllm_hotpath.cli.console import output, print_json, progress, resolve_devic
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     seed = random.SystemRandom().randrange(10**9) if arguments.seed is None else arguments.seed
     units = verify.plan(ops, placements(arguments.model, arguments.tp))
     started = time.perf_counter()
-    with progress() as line:
+    with _one_torch_thread(), progress() as line:
         task = line.add_task("", total=len(units))
         for unit in units:
             for label in verify.run(unit, device, seed):
@@ -56,6 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _show(output(), units, f"{device} ({device_name(device)})", seed, seconds)
     return 0 if ok else 1
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Compute references on one thread: on a busy machine torch's threads wait for each other far longer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _show(console: Console, units: Sequence[verify.Unit], device: str, seed: int, seconds: float) -> None:

@@ -5,6 +5,7 @@ What an op needs from torch beyond its own module lives here: output allocation 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -65,10 +66,12 @@ def is_supported(op: str, device: torch.device | str | int | None = None) -> Sup
     return Support(reason is None, reason or "")
 
 
-def allocate(like: Any, shape: Sequence[int], dtype: str) -> torch.Tensor:
-    """Make an uninitialised contiguous output of ``shape`` on the device of ``like``."""
-    device = like.device if isinstance(like, torch.Tensor) else torch.from_dlpack(like).device
-    return torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+_device = cache(torch.device)
+
+
+def allocate(device: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """Make an uninitialised contiguous output. ``device`` and ``dtype`` are torch's names of them."""
+    return torch.empty(shape, dtype=_DTYPES[dtype], device=_device(device))
 
 
 _LIBRARY = torch.library.Library("vllm_hotpath", "FRAGMENT")

@@ -11,16 +11,13 @@ use crate::error::Result;
 use crate::tensor::{DType, Tensor};
 
 /// Threads of a block; `kThreads` of the kernels.
-const THREADS: u32 = 256;
-/// Rows a block handles per row of a thread, `kThreads / kLanes`.
-const ROWS_PER_PASS: u64 = 32;
+const THREADS: u32 = 128;
 /// Head sizes of the fast kernels.
 const NOPE: i64 = 128;
 const ROPE: i64 = 64;
 const VALUE: i64 = 128;
-/// Rows below which a thread handles one row rather than two: more blocks to spread over the GPU. From
-/// docs/kernels/mla_kv_pack.md.
-const ONE_ROW_BELOW: u64 = 1 << 15;
+/// Rows from which 16 threads a row are faster than 8. From docs/kernels/mla_kv_pack.md.
+const SIXTEEN_LANES_FROM: u64 = 1 << 14;
 /// Numbers that the kernels' 32-bit division is exact for.
 const DIVIDEND_LIMIT: u64 = 1 << 31;
 
@@ -29,48 +26,48 @@ macro_rules! kernels {
 }
 
 kernels! {
-    CONCAT_R1 = c"mla_kv_concat_b16_r1";
-    CONCAT_R2 = c"mla_kv_concat_b16_r2";
+    CONCAT_L8 = c"mla_kv_concat_b16_l8";
+    CONCAT_L16 = c"mla_kv_concat_b16_l16";
     CONCAT_B16 = c"mla_kv_concat_b16_generic";
     CONCAT_B8 = c"mla_kv_concat_b8_generic";
     PACK_GENERIC = c"mla_kv_pack_fp8_generic";
-    BF16_R1 = c"mla_kv_pack_fp8_bf16_r1";
-    BF16_R2 = c"mla_kv_pack_fp8_bf16_r2";
-    BF16_PE8_R1 = c"mla_kv_pack_fp8_bf16_pe8_r1";
-    BF16_PE8_R2 = c"mla_kv_pack_fp8_bf16_pe8_r2";
-    BF16_SCALED_R1 = c"mla_kv_pack_fp8_bf16_scaled_r1";
-    BF16_SCALED_R2 = c"mla_kv_pack_fp8_bf16_scaled_r2";
-    BF16_PE8_SCALED_R1 = c"mla_kv_pack_fp8_bf16_pe8_scaled_r1";
-    BF16_PE8_SCALED_R2 = c"mla_kv_pack_fp8_bf16_pe8_scaled_r2";
-    FP16_R1 = c"mla_kv_pack_fp8_fp16_r1";
-    FP16_R2 = c"mla_kv_pack_fp8_fp16_r2";
-    FP16_PE8_R1 = c"mla_kv_pack_fp8_fp16_pe8_r1";
-    FP16_PE8_R2 = c"mla_kv_pack_fp8_fp16_pe8_r2";
-    FP16_SCALED_R1 = c"mla_kv_pack_fp8_fp16_scaled_r1";
-    FP16_SCALED_R2 = c"mla_kv_pack_fp8_fp16_scaled_r2";
-    FP16_PE8_SCALED_R1 = c"mla_kv_pack_fp8_fp16_pe8_scaled_r1";
-    FP16_PE8_SCALED_R2 = c"mla_kv_pack_fp8_fp16_pe8_scaled_r2";
+    BF16_L8 = c"mla_kv_pack_fp8_bf16_l8";
+    BF16_L16 = c"mla_kv_pack_fp8_bf16_l16";
+    BF16_PE8_L8 = c"mla_kv_pack_fp8_bf16_pe8_l8";
+    BF16_PE8_L16 = c"mla_kv_pack_fp8_bf16_pe8_l16";
+    BF16_SCALED_L8 = c"mla_kv_pack_fp8_bf16_scaled_l8";
+    BF16_SCALED_L16 = c"mla_kv_pack_fp8_bf16_scaled_l16";
+    BF16_PE8_SCALED_L8 = c"mla_kv_pack_fp8_bf16_pe8_scaled_l8";
+    BF16_PE8_SCALED_L16 = c"mla_kv_pack_fp8_bf16_pe8_scaled_l16";
+    FP16_L8 = c"mla_kv_pack_fp8_fp16_l8";
+    FP16_L16 = c"mla_kv_pack_fp8_fp16_l16";
+    FP16_PE8_L8 = c"mla_kv_pack_fp8_fp16_pe8_l8";
+    FP16_PE8_L16 = c"mla_kv_pack_fp8_fp16_pe8_l16";
+    FP16_SCALED_L8 = c"mla_kv_pack_fp8_fp16_scaled_l8";
+    FP16_SCALED_L16 = c"mla_kv_pack_fp8_fp16_scaled_l16";
+    FP16_PE8_SCALED_L8 = c"mla_kv_pack_fp8_fp16_pe8_scaled_l8";
+    FP16_PE8_SCALED_L16 = c"mla_kv_pack_fp8_fp16_pe8_scaled_l16";
 }
 
-pub const CONCAT_KERNELS: &[&Kernel] = &[&CONCAT_R1, &CONCAT_R2, &CONCAT_B16, &CONCAT_B8];
+pub const CONCAT_KERNELS: &[&Kernel] = &[&CONCAT_L8, &CONCAT_L16, &CONCAT_B16, &CONCAT_B8];
 pub const PACK_KERNELS: &[&Kernel] = &[
     &PACK_GENERIC,
-    &BF16_R1,
-    &BF16_R2,
-    &BF16_PE8_R1,
-    &BF16_PE8_R2,
-    &BF16_SCALED_R1,
-    &BF16_SCALED_R2,
-    &BF16_PE8_SCALED_R1,
-    &BF16_PE8_SCALED_R2,
-    &FP16_R1,
-    &FP16_R2,
-    &FP16_PE8_R1,
-    &FP16_PE8_R2,
-    &FP16_SCALED_R1,
-    &FP16_SCALED_R2,
-    &FP16_PE8_SCALED_R1,
-    &FP16_PE8_SCALED_R2,
+    &BF16_L8,
+    &BF16_L16,
+    &BF16_PE8_L8,
+    &BF16_PE8_L16,
+    &BF16_SCALED_L8,
+    &BF16_SCALED_L16,
+    &BF16_PE8_SCALED_L8,
+    &BF16_PE8_SCALED_L16,
+    &FP16_L8,
+    &FP16_L16,
+    &FP16_PE8_L8,
+    &FP16_PE8_L16,
+    &FP16_SCALED_L8,
+    &FP16_SCALED_L16,
+    &FP16_PE8_SCALED_L8,
+    &FP16_PE8_SCALED_L16,
 ];
 
 /// Twin of `PackParams` in the kernels' file, where strides are in bytes and widths in units of 8 elements.
@@ -161,27 +158,23 @@ pub fn run(plan: &Plan, index: i32, stream: *mut c_void) -> Result<()> {
         v_vector: fp8.is_some_and(|fp8| vector(&fp8.v)).into(),
     };
     let (kernel, shape) = match fast_kernel(plan, rows) {
-        Some((kernel, rows_per_thread)) => {
-            (kernel, Launch::of(rows.div_ceil(ROWS_PER_PASS * rows_per_thread), THREADS))
-        }
+        Some((kernel, lanes)) => (kernel, Launch::of((rows * lanes).div_ceil(u64::from(THREADS)), THREADS)),
         None => (generic_kernel(plan), Launch::of(generic_grid(rows * row_units as u64), THREADS)),
     };
     launch(plan.op, kernel, index, stream, shape, &params)
 }
 
-/// The kernel for the common head sizes and 16-byte aligned inputs, with the rows that one of its threads handles.
+/// The kernel for the common head sizes and 16-byte aligned inputs, with the threads that it gives to a row.
 fn fast_kernel(plan: &Plan, rows: u64) -> Option<(&'static Kernel, u64)> {
     let aligned = vector(&plan.k_nope) && vector(&plan.k_pe);
-    if !aligned || plan.nope != NOPE || plan.rope != ROPE || rows + ROWS_PER_PASS * 2 >= DIVIDEND_LIMIT {
+    if !aligned || plan.nope != NOPE || plan.rope != ROPE || rows + u64::from(THREADS) >= DIVIDEND_LIMIT {
         return None;
     }
-    let rows_per_thread = if rows < ONE_ROW_BELOW { 1 } else { 2 };
-    let pick = |[one, two]: [&'static Kernel; 2]| {
-        Some((if rows_per_thread == 1 { one } else { two }, rows_per_thread))
-    };
+    let wide = rows >= SIXTEEN_LANES_FROM;
+    let pick = |[l8, l16]: [&'static Kernel; 2]| Some(if wide { (l16, 16) } else { (l8, 8) });
     let source = plan.k_nope.dtype;
     let Some(fp8) = &plan.fp8 else {
-        return if source.size() == 2 { pick([&CONCAT_R1, &CONCAT_R2]) } else { None };
+        return if source.size() == 2 { pick([&CONCAT_L8, &CONCAT_L16]) } else { None };
     };
     if fp8.value != VALUE || fp8.value_out != VALUE || fp8.v.dtype != source || !vector(&fp8.v) {
         return None;
@@ -193,14 +186,14 @@ fn fast_kernel(plan: &Plan, rows: u64) -> Option<(&'static Kernel, u64)> {
         _ => return None,
     };
     match (source, rope_is_fp8, scaled) {
-        (DType::Bf16, false, false) => pick([&BF16_R1, &BF16_R2]),
-        (DType::Bf16, true, false) => pick([&BF16_PE8_R1, &BF16_PE8_R2]),
-        (DType::Bf16, false, true) => pick([&BF16_SCALED_R1, &BF16_SCALED_R2]),
-        (DType::Bf16, true, true) => pick([&BF16_PE8_SCALED_R1, &BF16_PE8_SCALED_R2]),
-        (DType::F16, false, false) => pick([&FP16_R1, &FP16_R2]),
-        (DType::F16, true, false) => pick([&FP16_PE8_R1, &FP16_PE8_R2]),
-        (DType::F16, false, true) => pick([&FP16_SCALED_R1, &FP16_SCALED_R2]),
-        (DType::F16, true, true) => pick([&FP16_PE8_SCALED_R1, &FP16_PE8_SCALED_R2]),
+        (DType::Bf16, false, false) => pick([&BF16_L8, &BF16_L16]),
+        (DType::Bf16, true, false) => pick([&BF16_PE8_L8, &BF16_PE8_L16]),
+        (DType::Bf16, false, true) => pick([&BF16_SCALED_L8, &BF16_SCALED_L16]),
+        (DType::Bf16, true, true) => pick([&BF16_PE8_SCALED_L8, &BF16_PE8_SCALED_L16]),
+        (DType::F16, false, false) => pick([&FP16_L8, &FP16_L16]),
+        (DType::F16, true, false) => pick([&FP16_PE8_L8, &FP16_PE8_L16]),
+        (DType::F16, false, true) => pick([&FP16_SCALED_L8, &FP16_SCALED_L16]),
+        (DType::F16, true, true) => pick([&FP16_PE8_SCALED_L8, &FP16_PE8_SCALED_L16]),
         _ => None,
     }
 }

@@ -59,7 +59,7 @@ struct Keys {
 impl Keys {
     fn check(op: &'static str, k_nope: Tensor, k_pe: Tensor) -> Result<Self> {
         k_nope.expect_dtype(&SOURCES)?;
-        k_nope.expect_rank("[tokens, heads, nope]")?;
+        k_nope.expect_rank(&["tokens", "heads", "nope"])?;
         let &[tokens, heads, nope] = k_nope.shape() else { unreachable!("rank checked") };
         if heads < 1 {
             return Err(k_nope.value_error("at least one head (dimension 1)"));
@@ -129,13 +129,13 @@ fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan) -> Result<()> {
 fn output<'py>(
     given: Option<Bound<'py, PyAny>>,
     allocate: &Bound<'py, PyAny>,
-    like: &Bound<'py, PyAny>,
+    device: Device,
     shape: &[i64],
     dtype: DType,
 ) -> Result<Bound<'py, PyAny>> {
     match given {
         Some(out) => Ok(out),
-        None => Ok(allocate.call1((like, shape, dtype.torch_name()))?),
+        None => Ok(allocate.call1((device.to_string(), shape, dtype.torch_name()))?),
     }
 }
 
@@ -153,7 +153,7 @@ pub fn mla_kv_concat<'py>(
     let keys = Keys::check(op, arguments.tensor("k_nope", &k_nope)?, arguments.tensor("k_pe", &k_pe)?)?;
     let shape = [keys.tokens, keys.heads, keys.nope + keys.rope];
 
-    let out = output(out, &allocate, &k_nope, &shape, keys.k_nope.dtype)?;
+    let out = output(out, &allocate, keys.k_nope.device, &shape, keys.k_nope.dtype)?;
     let k_out = arguments.tensor("out", &out)?;
     let why = "tokens and heads of k_nope, nope + rope";
     check_output(&k_out, &shape, why, keys.k_nope.dtype, &[&keys.k_nope, &keys.k_pe])?;
@@ -183,7 +183,7 @@ pub fn mla_kv_concat_quant_fp8<'py>(
 
     let values = arguments.tensor("v", &v)?;
     values.expect_dtype(&SOURCES)?;
-    values.expect_rank("[tokens, heads, value]")?;
+    values.expect_rank(&["tokens", "heads", "value"])?;
     let value = values.shape()[2];
     values.expect_shape(&[keys.tokens, keys.heads, value], "tokens and heads of k_nope")?;
     values.expect_multiple(2, UNIT, "value width")?;
@@ -205,8 +205,8 @@ pub fn mla_kv_concat_quant_fp8<'py>(
 
     let k_shape = [keys.tokens, keys.heads, keys.nope + keys.rope];
     let v_shape = [keys.tokens, keys.heads, value_out];
-    let k_object = output(k_out, &allocate, &k_nope, &k_shape, DType::F8E4m3)?;
-    let v_object = output(v_out, &allocate, &k_nope, &v_shape, DType::F8E4m3)?;
+    let k_object = output(k_out, &allocate, keys.k_nope.device, &k_shape, DType::F8E4m3)?;
+    let v_object = output(v_out, &allocate, keys.k_nope.device, &v_shape, DType::F8E4m3)?;
     let k_out = arguments.tensor("k_out", &k_object)?;
     let v_out = arguments.tensor("v_out", &v_object)?;
     let mut others = vec![&keys.k_nope, &keys.k_pe, &values];

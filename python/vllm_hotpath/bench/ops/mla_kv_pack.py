@@ -74,7 +74,7 @@ class _Recipe(NamedTuple):
 
 
 def _recipes(op: str, shape: Shape) -> Iterator[_Recipe]:
-    large = 4096 if shape.heads <= 16 else 1024
+    large = 4096 if shape.heads <= 4 else 1024 if shape.heads <= 16 else 263
     every = (0, 1, *_RAGGED, large)
     if op == "mla_kv_concat":
         yield _Recipe("halves", BF16, BF16, every)

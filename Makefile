@@ -1,0 +1,73 @@
+# demo and test need Rust, a C++ compiler and Python 3.10 or newer; everything else is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+VLLM_VERSIONS := 0.33.0 0.22.1
+# Tests that also run inside vLLM's environments, on the torch that each pins.
+VLLM_TESTS := tests/test_mla_kv_pack.py tests/test_mla_kv_pack_errors.py tests/test_dlpack.py tests/test_torch_ops.py
+
+# Plain cargo finds libpython and nvcc through this Python; maturin sets it by itself.
+export PYO3_PYTHON := $(abspath $(BIN)/python)
+# maturin looks for zig and the venv's Python there.
+export PATH := $(abspath $(BIN)):$(PATH)
+export VIRTUAL_ENV := $(abspath $(VENV))
+
+SOURCES := $(shell find src kernels -type f) build.rs Cargo.toml Cargo.lock pyproject.toml
+
+.PHONY: demo test lint wheel test-vllm gpu-check build clean
+.DELETE_ON_ERROR:
+
+demo: build
+	$(BIN)/python -m vllm_hotpath doctor
+	$(BIN)/python -m vllm_hotpath verify
+
+test: build
+	cargo test --quiet
+	$(BIN)/python -m pytest -q
+
+lint: build
+	cargo fmt --check
+	cargo clippy --quiet --all-targets -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest vllm_hotpath._core --concise
+
+# One abi3 file for every Python from 3.10 on, linked by zig against glibc 2.28.
+wheel: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/maturin build --quiet --release --zig --compatibility manylinux_2_28 --out dist
+	ls -l dist
+
+test-vllm: wheel $(addprefix test-vllm-,$(VLLM_VERSIONS))
+
+.PHONY: $(addprefix test-vllm-,$(VLLM_VERSIONS))
+$(addprefix test-vllm-,$(VLLM_VERSIONS)): test-vllm-%: .venv-vllm-%/.installed
+	$(BIN)/uv pip install --quiet --python .venv-vllm-$*/bin/python --no-deps --reinstall dist/*.whl
+	.venv-vllm-$*/bin/python -m pytest -q $(VLLM_TESTS)
+
+# On a machine with a GPU: correctness, sanitizers and benchmarks, written to benchmarks/results.
+# WHEEL=dist/x.whl tests that file with PYTHON, which needs torch and pytest; without it the checkout is built.
+gpu-check: $(if $(WHEEL),,build)
+	$(if $(WHEEL),$(PYTHON),$(BIN)/python) benchmarks/gpu_check.py $(if $(WHEEL),--wheel $(WHEEL))
+
+build: $(VENV)/.built
+
+$(VENV)/.installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --group dev
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(BIN)/maturin develop --quiet --release --uv
+	touch $@
+
+.venv-vllm-%/.installed: $(VENV)/.installed
+	test -x .venv-vllm-$*/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-vllm-$*
+	$(BIN)/uv pip install --quiet --python .venv-vllm-$*/bin/python vllm==$* 'cuda-bindings<13.4' \
+		pytest pytest-timeout hypothesis
+	touch $@
+
+clean:
+	rm -rf target dist $(VENV) $(addprefix .venv-vllm-,$(VLLM_VERSIONS)) python/vllm_hotpath/_core*.so
