@@ -18,7 +18,9 @@ const FLAGS: [&str; 6] =
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=kernels");
-    println!("cargo:rerun-if-env-changed=CUDA_HOME");
+    for variable in ["PYO3_PYTHON", "PYTHON_SYS_EXECUTABLE", "CUDA_HOME"] {
+        println!("cargo:rerun-if-env-changed={variable}");
+    }
 
     let kernels = Path::new("kernels");
     let mut sources = files_with_extension(kernels, "cu");

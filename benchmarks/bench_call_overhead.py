@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from common import ROOT, CannotRunError, environment, fail, report, resolve_device
 from rich.table import Table
+
+from common import ROOT, CannotRunError, environment, fail, report, resolve_device
 from vllm_hotpath import _core
 from vllm_hotpath.bench import peers
 from vllm_hotpath.cli.console import output, print_json

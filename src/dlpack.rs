@@ -6,11 +6,12 @@
 
 use std::ffi::{CStr, c_void};
 use std::ptr;
+use std::slice;
 use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 
 use dlpack_rs::ffi::{
-    DLDataTypeCode, DLDeviceType, DLManagedTensor, DLManagedTensorVersioned, DLPACK_FLAG_BITMASK_READ_ONLY,
-    DLPackExchangeAPI, DLTensor,
+    DLDeviceType, DLManagedTensor, DLManagedTensorVersioned, DLPACK_FLAG_BITMASK_IS_COPIED,
+    DLPACK_FLAG_BITMASK_READ_ONLY, DLPackExchangeAPI, DLTensor,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
@@ -159,7 +160,6 @@ pub fn needs_dispatcher(object: &Bound<'_, PyAny>) -> PyResult<bool> {
 /// The arguments of one call. Keeps what `__dlpack__` producers lent until the call is over.
 pub struct Arguments<'py> {
     py: Python<'py>,
-    op: &'static str,
     lent: Vec<Lent>,
     /// An exchange table that can tell the current stream.
     streams: *const DLPackExchangeAPI,
@@ -192,41 +192,34 @@ impl Drop for Lent {
 }
 
 impl<'py> Arguments<'py> {
-    pub fn new(py: Python<'py>, op: &'static str) -> Self {
-        Self { py, op, lent: Vec::new(), streams: ptr::null() }
+    pub fn new(py: Python<'py>) -> Self {
+        Self { py, lent: Vec::new(), streams: ptr::null() }
     }
 
+    /// Reads one tensor argument into `out`, which stays valid while `object` and `self` live.
+    // In place, because a struct that is moved right after its fields were written stalls the processor for longer than
+    // the exchange itself takes.
     #[inline]
-    /// Reads one tensor argument. The result is valid while `object` and `self` live.
-    pub fn tensor(&mut self, name: &'static str, object: &Bound<'py, PyAny>) -> Result<Tensor> {
+    pub fn read(&mut self, object: &Bound<'py, PyAny>, out: &mut Tensor) -> Result<()> {
         let info = type_info(object)?;
-        let tensor = if info.api.is_null() {
-            self.tensor_from_protocol(name, object)?
+        if info.api.is_null() {
+            self.read_from_protocol(object, out)?;
         } else {
-            self.tensor_from_table(name, object, info)?
-        };
-        if tensor.data.is_null() && tensor.numel() > 0 {
-            return Err(tensor.value_error("a tensor with memory (not a fake or meta tensor)"));
+            self.read_from_table(object, info, out)?;
         }
-        Ok(tensor)
-    }
-
-    /// Reads an optional tensor argument.
-    pub fn optional(
-        &mut self,
-        name: &'static str,
-        object: Option<&Bound<'py, PyAny>>,
-    ) -> Result<Option<Tensor>> {
-        object.map(|object| self.tensor(name, object)).transpose()
+        if out.data.is_null() && out.numel() > 0 {
+            return Err(out.value_error("a tensor with memory (not a fake or meta tensor)"));
+        }
+        Ok(())
     }
 
     #[inline]
-    fn tensor_from_table(
+    fn read_from_table(
         &mut self,
-        name: &'static str,
         object: &Bound<'py, PyAny>,
         info: TypeInfo,
-    ) -> Result<Tensor> {
+        out: &mut Tensor,
+    ) -> Result<()> {
         // SAFETY: DLTensor is plain data, for which all zeros is a value.
         let mut raw: DLTensor = unsafe { std::mem::zeroed() };
         // SAFETY: the table is valid for the process's life and belongs to the type of `object`; attached to Python.
@@ -237,33 +230,30 @@ impl<'py> Arguments<'py> {
             }
         };
         if status != 0 {
-            return Err(self.not_a_tensor(name, object, &PyErr::fetch(self.py)));
+            return Err(self.not_a_tensor(object, out, &PyErr::fetch(self.py)));
         }
         if self.streams.is_null() || info.torch {
             self.streams = info.api;
         }
-        let tensor = self.convert(name, &raw, false)?;
+        set(out, &raw)?;
         // The table reports the memory of a lazily negated tensor as it is. Only real views of complex tensors are ever
         // lazily negated, so other dtypes need no look (of 100 ns).
-        if info.torch && matches!(tensor.dtype, DType::F16 | DType::F32) {
+        if info.torch && matches!(out.dtype, DType::F16 | DType::F32) {
             let negative = object.call_method0(intern!(self.py, "is_neg"))?.is_truthy()?;
             if negative {
-                return Err(
-                    tensor.value_error("a tensor without the negative bit (call resolve_neg() first)")
-                );
+                return Err(out.value_error("a tensor without the negative bit (call resolve_neg() first)"));
             }
         }
-        Ok(tensor)
+        Ok(())
     }
 
-    #[cold]
     /// `__dlpack__`, asked for no synchronisation: the caller orders a producer's stream against the current one.
-    fn tensor_from_protocol(&mut self, name: &'static str, object: &Bound<'py, PyAny>) -> Result<Tensor> {
+    #[cold]
+    fn read_from_protocol(&mut self, object: &Bound<'py, PyAny>, out: &mut Tensor) -> Result<()> {
         let py = self.py;
-        let refuse = |this: &Self, error: &PyErr| Err(this.not_a_tensor(name, object, error));
         let method = match object.getattr(intern!(py, "__dlpack__")) {
             Ok(method) => method,
-            Err(error) => return refuse(self, &error),
+            Err(error) => return Err(self.not_a_tensor(object, out, &error)),
         };
         let keywords = PyDict::new(py);
         if let Ok(device) = object.call_method0(intern!(py, "__dlpack_device__"))
@@ -283,7 +273,7 @@ impl<'py> Arguments<'py> {
         };
         let capsule = match capsule {
             Ok(capsule) => capsule,
-            Err(error) => return refuse(self, &error),
+            Err(error) => return Err(self.not_a_tensor(object, out, &error)),
         };
         // SAFETY: each pointer is taken from a capsule of the matching name, which is renamed so that this call owns it.
         unsafe {
@@ -293,66 +283,29 @@ impl<'py> Arguments<'py> {
                     .cast::<DLManagedTensorVersioned>();
                 ffi::PyCapsule_SetName(at, VERSIONED_CAPSULE_USED.as_ptr());
                 self.lent.push(Lent::Versioned(managed));
-                if (*managed).version.major != DLPACK_MAJOR {
-                    let got = format!("version {}.{}", (*managed).version.major, (*managed).version.minor);
-                    return Err(self.type_error(name, "DLPack version 1", got));
+                let version = (*managed).version;
+                if version.major != DLPACK_MAJOR {
+                    return Err(type_error(
+                        out,
+                        "DLPack version 1",
+                        format!("version {}.{}", version.major, version.minor),
+                    ));
                 }
-                let read_only = (*managed).flags & DLPACK_FLAG_BITMASK_READ_ONLY != 0;
-                self.convert(name, &(*managed).dl_tensor, read_only)
+                // What is written to a copy is lost, so a copy is no output either.
+                out.read_only =
+                    (*managed).flags & (DLPACK_FLAG_BITMASK_READ_ONLY | DLPACK_FLAG_BITMASK_IS_COPIED) != 0;
+                set(out, &(*managed).dl_tensor)
             } else if ffi::PyCapsule_IsValid(at, MANAGED_CAPSULE.as_ptr()) == 1 {
                 let managed =
                     ffi::PyCapsule_GetPointer(at, MANAGED_CAPSULE.as_ptr()).cast::<DLManagedTensor>();
                 ffi::PyCapsule_SetName(at, MANAGED_CAPSULE_USED.as_ptr());
                 self.lent.push(Lent::Managed(managed));
-                self.convert(name, &(*managed).dl_tensor, false)
+                set(out, &(*managed).dl_tensor)
             } else {
                 let got = capsule.repr()?.to_string();
-                Err(self.type_error(
-                    name,
-                    "__dlpack__ to return a capsule dltensor or dltensor_versioned",
-                    got,
-                ))
+                Err(type_error(out, "__dlpack__ to return a capsule dltensor or dltensor_versioned", got))
             }
         }
-    }
-
-    #[inline]
-    fn convert(&self, name: &'static str, raw: &DLTensor, read_only: bool) -> Result<Tensor> {
-        let ndim = usize::try_from(raw.ndim).unwrap_or(usize::MAX);
-        if ndim > MAX_DIMS {
-            let (expected, got) =
-                (format!("at most {MAX_DIMS} dimensions"), format!("{} dimensions", raw.ndim));
-            return Err(Error::Value { op: self.op, argument: name, expected, got });
-        }
-        let (shape, strides): (&[i64], Option<&[i64]>) = if ndim == 0 {
-            (&[], None)
-        } else {
-            // SAFETY: DLPack: shape has ndim entries, and strides too unless it is null (contiguous, before DLPack 1.2).
-            unsafe {
-                (
-                    std::slice::from_raw_parts(raw.shape, ndim),
-                    (!raw.strides.is_null()).then(|| std::slice::from_raw_parts(raw.strides, ndim)),
-                )
-            }
-        };
-        let dtype = match (u32::from(raw.dtype.code), raw.dtype.bits, raw.dtype.lanes) {
-            (DLDataTypeCode::kDLBfloat, 16, 1) => DType::Bf16,
-            (DLDataTypeCode::kDLFloat, 16, 1) => DType::F16,
-            (DLDataTypeCode::kDLFloat, 32, 1) => DType::F32,
-            (DLDataTypeCode::kDLFloat8_e4m3fn, 8, 1) => DType::F8E4m3,
-            (DLDataTypeCode::kDLUInt, 8, 1) => DType::U8,
-            (DLDataTypeCode::kDLInt, 32, 1) => DType::I32,
-            (DLDataTypeCode::kDLInt, 64, 1) => DType::I64,
-            (_, bits, lanes) => DType::Other(raw.dtype.code, bits, lanes),
-        };
-        let device = match raw.device.device_type {
-            DLDeviceType::kDLCPU | DLDeviceType::kDLCUDAHost => Device::Cpu,
-            DLDeviceType::kDLCUDA => Device::Cuda(raw.device.device_id),
-            other => Device::Other(other),
-        };
-        // DLPack counts the offset in bytes from `data`, which is null for a tensor without elements.
-        let data = raw.data.cast::<u8>().wrapping_add(raw.byte_offset as usize);
-        Ok(Tensor::new((self.op, name), data, device, dtype, read_only, shape, strides))
     }
 
     /// torch's current stream of a device: the one of the arguments' library, else torch's where it is loaded, else the
@@ -376,16 +329,45 @@ impl<'py> Arguments<'py> {
     }
 
     #[cold]
-    fn not_a_tensor(&self, name: &'static str, object: &Bound<'py, PyAny>, error: &PyErr) -> Error {
+    fn not_a_tensor(&self, object: &Bound<'py, PyAny>, out: &Tensor, error: &PyErr) -> Error {
         let ty =
             object.get_type().fully_qualified_name().map_or_else(|_| "an object".into(), |n| n.to_string());
         // The first line of the producer's reason; torch appends its C++ stack.
         let reason = error.value(self.py).to_string();
         let reason = reason.lines().next().unwrap_or_default();
-        self.type_error(name, "a tensor (torch, or another with DLPack)", format!("{ty} ({reason})"))
+        type_error(out, "a tensor (torch, or another with DLPack)", format!("{ty} ({reason})"))
     }
+}
 
-    fn type_error(&self, name: &'static str, expected: &str, got: String) -> Error {
-        Error::Type { op: self.op, argument: name, expected: expected.into(), got }
+/// Takes over what a `DLTensor` says.
+#[inline]
+fn set(out: &mut Tensor, raw: &DLTensor) -> Result<()> {
+    let ndim = usize::try_from(raw.ndim).unwrap_or(usize::MAX);
+    if ndim > MAX_DIMS {
+        let (expected, got) = (format!("at most {MAX_DIMS} dimensions"), format!("{} dimensions", raw.ndim));
+        return Err(Error::Value { op: out.op, argument: out.name, expected, got });
     }
+    if ndim == 0 {
+        out.set_layout(&[], None);
+    } else {
+        // SAFETY: DLPack: shape has ndim entries, and strides too unless it is null (contiguous, before DLPack 1.2).
+        unsafe {
+            let shape = slice::from_raw_parts(raw.shape, ndim);
+            let strides = (!raw.strides.is_null()).then(|| slice::from_raw_parts(raw.strides, ndim));
+            out.set_layout(shape, strides);
+        }
+    }
+    out.dtype = DType { code: raw.dtype.code, bits: raw.dtype.bits, lanes: raw.dtype.lanes };
+    out.device = match raw.device.device_type {
+        DLDeviceType::kDLCPU | DLDeviceType::kDLCUDAHost => Device::Cpu,
+        DLDeviceType::kDLCUDA => Device::Cuda(raw.device.device_id),
+        other => Device::Other(other),
+    };
+    // DLPack counts the offset in bytes from `data`, which is null for a tensor without elements.
+    out.data = raw.data.cast::<u8>().wrapping_add(raw.byte_offset as usize);
+    Ok(())
+}
+
+fn type_error(argument: &Tensor, expected: &str, got: String) -> Error {
+    Error::Type { op: argument.op, argument: argument.name, expected: expected.into(), got }
 }

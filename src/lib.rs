@@ -92,9 +92,10 @@ fn needs_dispatcher(tensor: Bound<'_, PyAny>) -> PyResult<bool> {
 #[pyfunction]
 #[pyo3(signature = (*tensors))]
 fn borrow_tensors(tensors: Bound<'_, PyTuple>) -> Result<usize> {
-    let mut arguments = dlpack::Arguments::new(tensors.py(), "borrow_tensors");
-    for tensor in tensors.iter_borrowed() {
-        arguments.tensor("tensors", &tensor)?;
+    let mut arguments = dlpack::Arguments::new(tensors.py());
+    let mut tensor = tensor::Tensor::unset("borrow_tensors", "tensors");
+    for object in tensors.iter_borrowed() {
+        arguments.read(&object, &mut tensor)?;
     }
     Ok(tensors.len())
 }
@@ -114,6 +115,11 @@ fn fatbin<'py>(py: Python<'py>, stem: &str) -> Result<Bound<'py, PyBytes>> {
 
 #[pymodule]
 mod _core {
+    #[pymodule_init]
+    fn init(_module: &pyo3::Bound<'_, pyo3::types::PyModule>) {
+        crate::parallel::forget_pool_in_children();
+    }
+
     #[pymodule_export]
     use super::{
         borrow_tensors, build_info, cuda_info, exchange_api_version, fatbin, needs_dispatcher,

@@ -2,18 +2,22 @@
 
 use std::ops::Range;
 use std::ptr;
-use std::sync::Once;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use rayon::ThreadPool;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
 static POOL: AtomicPtr<ThreadPool> = AtomicPtr::new(ptr::null_mut());
-static AT_FORK: Once = Once::new();
 
 /// A fork copies the pool's memory without its threads; the child forgets it and never joins it.
 extern "C" fn forget_pool() {
     POOL.store(ptr::null_mut(), Ordering::Release);
+}
+
+/// Called once, when the module is imported: before there is a pool, and where no other thread can be in between.
+pub fn forget_pool_in_children() {
+    // SAFETY: registers a function that lives as long as the process and does one atomic store.
+    unsafe { libc::pthread_atfork(None, None, Some(forget_pool)) };
 }
 
 fn pool() -> Option<&'static ThreadPool> {
@@ -21,10 +25,6 @@ fn pool() -> Option<&'static ThreadPool> {
     if let Some(pool) = unsafe { POOL.load(Ordering::Acquire).as_ref() } {
         return Some(pool);
     }
-    AT_FORK.call_once(|| {
-        // SAFETY: registers a function that lives as long as the process and does one atomic store.
-        unsafe { libc::pthread_atfork(None, None, Some(forget_pool)) };
-    });
     // A process that may start no thread (a limit of its container) works on the calling one.
     let pool = rayon::ThreadPoolBuilder::new().thread_name(|i| format!("hotpath-cpu-{i}")).build().ok()?;
     let made = Box::into_raw(Box::new(pool));

@@ -1,58 +1,64 @@
 //! A tensor argument as plain values, and the one vocabulary of checks on it. No Python and no CUDA here.
 
 use std::fmt::{self, Write as _};
+use std::ptr;
 
 use crate::error::{Error, Result};
 
 /// Most dimensions an argument of any op has; more are refused when the tensor is read.
 pub const MAX_DIMS: usize = 5;
 
+/// An element type as DLPack spells it.
+#[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum DType {
-    Bf16,
-    F16,
-    F32,
-    F8E4m3,
-    U8,
-    I32,
-    I64,
-    /// Anything else, with its DLPack code, bits and lanes.
-    Other(u8, u8, u16),
+pub struct DType {
+    pub code: u8,
+    pub bits: u8,
+    pub lanes: u16,
 }
 
 impl DType {
-    /// Bytes of an element. Of `Other`, rounded up to whole bytes.
+    pub const BF16: Self = Self::of(4, 16);
+    pub const F16: Self = Self::of(2, 16);
+    pub const F32: Self = Self::of(2, 32);
+    pub const F8_E4M3: Self = Self::of(10, 8);
+    pub const U8: Self = Self::of(1, 8);
+
+    const fn of(code: u8, bits: u8) -> Self {
+        Self { code, bits, lanes: 1 }
+    }
+
+    /// Bytes of an element, rounded up to whole bytes.
     pub fn size(self) -> usize {
-        match self {
-            Self::F8E4m3 | Self::U8 => 1,
-            Self::Bf16 | Self::F16 => 2,
-            Self::F32 | Self::I32 => 4,
-            Self::I64 => 8,
-            Self::Other(_, bits, lanes) => (usize::from(bits) * usize::from(lanes)).div_ceil(8),
-        }
+        (usize::from(self.bits) * usize::from(self.lanes)).div_ceil(8)
     }
 
     /// The name of the torch dtype.
     pub fn torch_name(self) -> &'static str {
-        match self {
-            Self::Bf16 => "bfloat16",
-            Self::F16 => "float16",
-            Self::F32 => "float32",
-            Self::F8E4m3 => "float8_e4m3fn",
-            Self::U8 => "uint8",
-            Self::I32 => "int32",
-            Self::I64 => "int64",
-            Self::Other(0, 8, 1) => "int8",
-            Self::Other(0, 16, 1) => "int16",
-            Self::Other(2, 64, 1) => "float64",
-            Self::Other(5, ..) => "complex",
-            Self::Other(6, ..) => "bool",
-            Self::Other(11, ..) => "float8_e4m3fnuz",
-            Self::Other(12, ..) => "float8_e5m2",
-            Self::Other(13, ..) => "float8_e5m2fnuz",
-            Self::Other(14, ..) => "float8_e8m0fnu",
-            Self::Other(17, ..) => "float4_e2m1fn_x2",
-            Self::Other(..) => "another dtype",
+        match (self.code, self.bits, self.lanes) {
+            (0, 8, 1) => "int8",
+            (0, 16, 1) => "int16",
+            (0, 32, 1) => "int32",
+            (0, 64, 1) => "int64",
+            (1, 8, 1) => "uint8",
+            (1, 16, 1) => "uint16",
+            (1, 32, 1) => "uint32",
+            (1, 64, 1) => "uint64",
+            (2, 16, 1) => "float16",
+            (2, 32, 1) => "float32",
+            (2, 64, 1) => "float64",
+            (4, 16, 1) => "bfloat16",
+            (5, 32, 1) => "complex32",
+            (5, 64, 1) => "complex64",
+            (5, 128, 1) => "complex128",
+            (6, 8, 1) => "bool",
+            (10, 8, 1) => "float8_e4m3fn",
+            (11, 8, 1) => "float8_e4m3fnuz",
+            (12, 8, 1) => "float8_e5m2",
+            (13, 8, 1) => "float8_e5m2fnuz",
+            (14, 8, 1) => "float8_e8m0fnu",
+            (17, 4, 2) => "float4_e2m1fn_x2",
+            _ => "a dtype unknown here",
         }
     }
 }
@@ -102,38 +108,43 @@ unsafe impl Send for Tensor {}
 unsafe impl Sync for Tensor {}
 
 impl Tensor {
+    /// An argument that is still to be read.
     #[inline]
-    #[expect(clippy::needless_range_loop, reason = "constant bounds unroll")]
-    /// `strides` in elements; `None` means contiguous. `shape` has at most [`MAX_DIMS`] entries.
-    pub fn new(
-        (op, name): (&'static str, &'static str),
-        data: *mut u8,
-        device: Device,
-        dtype: DType,
-        read_only: bool,
-        shape: &[i64],
-        strides: Option<&[i64]>,
-    ) -> Self {
-        let ndim = shape.len();
-        // Loops of constant length: a copy of a few numbers through memcpy costs more than the numbers.
-        let (mut own_shape, mut own_strides) = ([1; MAX_DIMS], [1; MAX_DIMS]);
+    pub const fn unset(op: &'static str, name: &'static str) -> Self {
+        Self {
+            op,
+            name,
+            data: ptr::null_mut(),
+            device: Device::Cpu,
+            dtype: DType::U8,
+            read_only: false,
+            ndim: 0,
+            shape: [1; MAX_DIMS],
+            strides: [1; MAX_DIMS],
+        }
+    }
+
+    /// Takes over shape and strides. `strides` in elements; `None` means contiguous. At most [`MAX_DIMS`] dimensions.
+    // Loops of constant length: a memcpy of a few numbers costs more than the numbers.
+    #[inline]
+    pub fn set_layout(&mut self, shape: &[i64], strides: Option<&[i64]>) {
+        self.ndim = shape.len();
         for dim in 0..MAX_DIMS {
-            if dim < ndim {
-                own_shape[dim] = shape[dim];
+            if dim < shape.len() {
+                self.shape[dim] = shape[dim];
             }
         }
         if let Some(strides) = strides {
             for dim in 0..MAX_DIMS {
-                if dim < ndim {
-                    own_strides[dim] = strides[dim];
+                if dim < strides.len() {
+                    self.strides[dim] = strides[dim];
                 }
             }
         } else {
-            for dim in (0..ndim.saturating_sub(1)).rev() {
-                own_strides[dim] = own_strides[dim + 1] * own_shape[dim + 1];
+            for dim in (0..self.ndim.saturating_sub(1)).rev() {
+                self.strides[dim] = self.strides[dim + 1] * self.shape[dim + 1];
             }
         }
-        Self { op, name, data, device, dtype, read_only, ndim, shape: own_shape, strides: own_strides }
     }
 
     pub fn shape(&self) -> &[i64] {
@@ -298,21 +309,17 @@ mod tests {
     use super::*;
 
     fn tensor(shape: &[i64], strides: &[i64], at: usize) -> Tensor {
-        Tensor::new(
-            ("op", "x"),
-            std::ptr::without_provenance_mut(at),
-            Device::Cpu,
-            DType::Bf16,
-            false,
-            shape,
-            Some(strides),
-        )
+        let mut tensor = Tensor::unset("op", "x");
+        tensor.data = ptr::without_provenance_mut(at);
+        tensor.dtype = DType::BF16;
+        tensor.set_layout(shape, Some(strides));
+        tensor
     }
 
     #[test]
     fn missing_strides_mean_contiguous() {
-        let t =
-            Tensor::new(("op", "x"), std::ptr::null_mut(), Device::Cpu, DType::F16, false, &[4, 3, 8], None);
+        let mut t = Tensor::unset("op", "x");
+        t.set_layout(&[4, 3, 8], None);
         assert_eq!(t.strides(), [24, 8, 1]);
         t.expect_contiguous().unwrap();
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import vllm_hotpath
 
+import vllm_hotpath
 from tests.helpers import E4M3, Output, as_bits, assert_same_bits, random_values, strided
 from tests.reference import mla_kv_pack as reference
 

@@ -11,8 +11,8 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-import vllm_hotpath
 
+import vllm_hotpath
 from tests.helpers import SEED, as_bits
 from tests.pack_cases import make_inputs
 from tests.reference import mla_kv_pack as reference

@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 
 import torch
-import vllm_hotpath
 
+import vllm_hotpath
 from tests.helpers import DTYPES, SEED, as_bits
 from tests.pack_cases import HEAD_LAYOUTS, make_heads, make_rows, make_scale
 from tests.reference import mla_kv_pack as reference

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+
 from vllm_hotpath.bench import environment, peers, report, runner, svg, timing
 from vllm_hotpath.bench.numerics import Guarded, awkward, compare, e4m3
 from vllm_hotpath.bench.ops import load

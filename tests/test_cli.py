@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
 from vllm_hotpath.bench.models import MODELS, placements
 from vllm_hotpath.bench.ops import OPS, load, op_names
 from vllm_hotpath.cli import main

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import vllm_hotpath
-from vllm_hotpath import _core
 
+import vllm_hotpath
 from tests import dlpack_producers as producers
 from tests.helpers import E4M3, FP16, Output, as_bits, assert_same_bits, random_patterns, random_values
 from tests.pack_cases import check_quant, make_inputs, make_scale
 from tests.reference import mla_kv_pack as reference
+from vllm_hotpath import _core
 
 CPU = torch.device("cpu")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
+
 from vllm_hotpath import _core
 
 if TYPE_CHECKING:

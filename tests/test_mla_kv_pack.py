@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-import vllm_hotpath
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+import vllm_hotpath
 from tests.helpers import (
     BF16,
     DTYPES,

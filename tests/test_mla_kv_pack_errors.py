@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import vllm_hotpath
 from torch._subclasses.fake_tensor import FakeTensorMode
-from vllm_hotpath import _core
-from vllm_hotpath.ops import allocate
 
+import vllm_hotpath
 from tests.helpers import BF16, E4M3, FP16, Output
 from tests.pack_cases import check_concat, check_quant, make_inputs, make_scale
+from vllm_hotpath import _core
+from vllm_hotpath.ops import allocate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

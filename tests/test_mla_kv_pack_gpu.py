@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import vllm_hotpath
 
+import vllm_hotpath
 from tests import cuda_probe
 from tests.helpers import (
     BF16,

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import vllm_hotpath
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from vllm_hotpath.ops import mla_kv_pack
 
+import vllm_hotpath
 from tests.helpers import BF16, DTYPES, E4M3, Output, assert_same_bits
 from tests.pack_cases import make_heads, make_inputs, make_rows, make_scale
 from tests.reference import mla_kv_pack as reference
+from vllm_hotpath.ops import mla_kv_pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -44,14 +44,16 @@ fn check(tensor: &Tensor) -> Result<u64> {
 
 #[pyfunction]
 #[pyo3(signature = (src, dst, /))]
-pub fn bench_stream<'py>(py: Python<'py>, src: Bound<'py, PyAny>, dst: Bound<'py, PyAny>) -> Result<()> {
-    let mut arguments = Arguments::new(py, STREAM.name);
-    let (src, dst) = (arguments.tensor("src", &src)?, arguments.tensor("dst", &dst)?);
-    let (read_units, write_units) = (check(&src)?, check(&dst)?);
-    let Device::Cuda(index) = src.device else { return Err(src.value_error("a CUDA tensor")) };
-    dst.expect_device(src.device, "src")?;
-    dst.expect_apart_from(&src)?;
-    let params = StreamParams { src: src.data, dst: dst.data, read_units, write_units };
+pub fn bench_stream<'py>(py: Python<'py>, src: &Bound<'py, PyAny>, dst: &Bound<'py, PyAny>) -> Result<()> {
+    let mut arguments = Arguments::new(py);
+    let (mut from, mut to) = (Tensor::unset(STREAM.name, "src"), Tensor::unset(STREAM.name, "dst"));
+    arguments.read(src, &mut from)?;
+    arguments.read(dst, &mut to)?;
+    let (read_units, write_units) = (check(&from)?, check(&to)?);
+    let Device::Cuda(index) = from.device else { return Err(from.value_error("a CUDA tensor")) };
+    to.expect_device(from.device, "src")?;
+    to.expect_apart_from(&from)?;
+    let params = StreamParams { src: from.data, dst: to.data, read_units, write_units };
     let grid = read_units.max(write_units).div_ceil(u64::from(THREADS)).max(1);
     launch(STREAM.name, &KERNEL, index, arguments.current_stream(index)?, Launch::of(grid, THREADS), &params)
 }

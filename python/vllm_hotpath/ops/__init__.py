@@ -61,7 +61,9 @@ def is_supported(op: str, device: torch.device | str | int | None = None) -> Sup
         return Support(True, "")
     if where.type != "cuda":
         return Support(False, f"{op} has kernels for CUDA and CPU devices, not for {where.type}")
-    index = torch.cuda.current_device() if where.index is None and torch.cuda.is_available() else where.index or 0
+    index = (
+        torch.cuda.current_device() if where.index is None and torch.cuda.is_available() else where.index or 0
+    )
     reason = _core.unsupported_reason(op, index)
     return Support(reason is None, reason or "")
 
@@ -87,7 +89,7 @@ def register(
 
     The FX cache does not key on an op's schema: a changed schema needs a new op name.
     """
-    packet = getattr(torch.ops.vllm_hotpath, name.split(".")[0], None)
+    packet = getattr(torch.ops.vllm_hotpath, name.split(".", maxsplit=1)[0], None)
     overload = name.partition(".")[2] or "default"
     if packet is not None and overload in packet.overloads():
         return

@@ -16,7 +16,9 @@ _is_compiling = torch.compiler.is_compiling
 _needs_dispatcher = _core.needs_dispatcher
 
 
-def mla_kv_concat(k_nope: torch.Tensor, k_pe: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def mla_kv_concat(
+    k_nope: torch.Tensor, k_pe: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Concatenate the no-position part of every head's key with the rotary part that all heads share.
 
     ``out[t, h] = [k_nope[t, h] | k_pe[t]]``, bytes unchanged. The multi-head form of the MLA key
@@ -62,8 +64,8 @@ def mla_kv_concat_quant_fp8(
     """Pack keys as in :func:`mla_kv_concat` and values, both in FP8 e4m3, in one launch.
 
     A value is stored as ``e4m3(x / scale)``: fp32 division, round to nearest even, saturated to +-448
-    (infinities too); NaN becomes 0x7F with the sign of the quotient. Without a scale every byte equals a saturating
-    cast. e4m3 values of ``k_pe`` are stored unchanged, whatever ``k_scale`` is.
+    (infinities too); NaN becomes 0x7F with the sign of the quotient. Without a scale every byte equals a
+    saturating cast. e4m3 values of ``k_pe`` are stored unchanged, whatever ``k_scale`` is.
 
     Args:
         k_nope: ``[T, H, P]``, bf16, fp16 or float8_e4m3fn. Token and head stride free, element stride 1.
@@ -73,8 +75,8 @@ def mla_kv_concat_quant_fp8(
         k_scale: fp32 tensor of one element on the inputs' device, the dequantisation scale of the keys.
         v_scale: the same for the values.
         k_out: contiguous float8_e4m3fn ``[T, H, P + R]``, base aligned to 8 bytes. None allocates it.
-        v_out: contiguous float8_e4m3fn ``[T, H, V]`` (``[T, H, v_pad_to]`` with padding), base aligned to 8 bytes.
-        v_pad_to: width of the stored values, a multiple of 8 and at least ``V``; the tail of each head is zero.
+        v_out: the same for the values, ``[T, H, V]``, or ``[T, H, v_pad_to]`` with padding.
+        v_pad_to: width of a stored head of V, a multiple of 8 and at least ``V``; its tail is written zero.
 
     Returns:
         ``(k_out, v_out)``. Without tokens nothing is launched.
@@ -89,7 +91,7 @@ def mla_kv_concat_quant_fp8(
     return _core.mla_kv_concat_quant_fp8(k_nope, k_pe, v, k_scale, v_scale, k_out, v_out, v_pad_to, allocate)
 
 
-# ---- The torch ops, for torch.compile and for tensors that handle dispatch themselves -------------------------------
+# ---- The torch ops, for torch.compile and for tensors that handle dispatch themselves ----
 
 
 def _dispatch_quant_fp8(
@@ -188,12 +190,16 @@ def _fake_quant_fp8_out(
 
 
 _QUANT_ARGUMENTS = (
-    "Tensor k_nope, Tensor k_pe, Tensor v, *, Tensor? k_scale=None, Tensor? v_scale=None, SymInt? v_pad_to=None"
+    "Tensor k_nope, Tensor k_pe, Tensor v, *, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, SymInt? v_pad_to=None"
 )
 
 register("mla_kv_concat", "(Tensor k_nope, Tensor k_pe) -> Tensor", _concat, _fake_concat)
 register(
-    "mla_kv_concat.out", "(Tensor k_nope, Tensor k_pe, *, Tensor(a!) out) -> ()", _concat_out, _fake_concat_out
+    "mla_kv_concat.out",
+    "(Tensor k_nope, Tensor k_pe, *, Tensor(a!) out) -> ()",
+    _concat_out,
+    _fake_concat_out,
 )
 register("mla_kv_concat_quant_fp8", f"({_QUANT_ARGUMENTS}) -> (Tensor, Tensor)", _quant_fp8, _fake_quant_fp8)
 register(

@@ -7,7 +7,7 @@ use crate::fp8::{Bf16, Float16, Fp16, e4m3_from_f32, e4m3_quotient, f32_from_e4m
 use crate::parallel::for_ranges;
 use crate::tensor::{DType, Tensor};
 
-pub fn run(plan: &Plan) {
+pub fn run(plan: &Plan<'_>) {
     let rows = plan.tokens as u64 * plan.heads as u64;
     let key_bytes = (plan.nope + plan.rope) as usize * plan.k_out.dtype.size();
     let value_out = plan.fp8.as_ref().map_or(0, |fp8| fp8.value_out as usize);
@@ -16,10 +16,8 @@ pub fn run(plan: &Plan) {
         // SAFETY: a checked scale is one fp32 element on the CPU.
         tensor.map(|t| f32::from_ne_bytes(unsafe { t.data.cast::<[u8; 4]>().read() }))
     };
-    let (k_scale, v_scale) = plan
-        .fp8
-        .as_ref()
-        .map_or((None, None), |fp8| (scale(fp8.k_scale.as_ref()), scale(fp8.v_scale.as_ref())));
+    let (k_scale, v_scale) =
+        plan.fp8.as_ref().map_or((None, None), |fp8| (scale(fp8.k_scale), scale(fp8.v_scale)));
 
     for_ranges(rows, (key_bytes + value_out) as u64, |range| {
         for row in range {
@@ -28,8 +26,8 @@ pub fn run(plan: &Plan) {
             // visited by one thread. Inputs have the checked shapes with stride 1 along a row.
             unsafe {
                 let key = slice::from_raw_parts_mut(plan.k_out.data.add(row as usize * key_bytes), key_bytes);
-                let k_nope = source_row(&plan.k_nope, token, head, plan.nope);
-                let k_pe = source_row(&plan.k_pe, token, 0, plan.rope);
+                let k_nope = source_row(plan.k_nope, token, head, plan.nope);
+                let k_pe = source_row(plan.k_pe, token, 0, plan.rope);
                 let Some(fp8) = &plan.fp8 else {
                     key[..k_nope.len()].copy_from_slice(k_nope);
                     key[k_nope.len()..].copy_from_slice(k_pe);
@@ -37,13 +35,13 @@ pub fn run(plan: &Plan) {
                 };
                 let (key_nope, key_pe) = key.split_at_mut(plan.nope as usize);
                 quantize(plan.k_nope.dtype, k_nope, k_scale, key_nope);
-                let k_pe_scale = if plan.k_pe.dtype == DType::F8E4m3 { None } else { k_scale };
+                let k_pe_scale = if plan.k_pe.dtype == DType::F8_E4M3 { None } else { k_scale };
                 quantize(plan.k_pe.dtype, k_pe, k_pe_scale, key_pe);
 
                 let stored =
                     slice::from_raw_parts_mut(fp8.v_out.data.add(row as usize * value_out), value_out);
                 let (stored, padding) = stored.split_at_mut(fp8.value as usize);
-                quantize(fp8.v.dtype, source_row(&fp8.v, token, head, fp8.value), v_scale, stored);
+                quantize(fp8.v.dtype, source_row(fp8.v, token, head, fp8.value), v_scale, stored);
                 padding.fill(0);
             }
         }
@@ -71,13 +69,13 @@ unsafe fn source_row(tensor: &Tensor, token: i64, head: i64, width: i64) -> &[u8
 /// Stores `source`, elements of `dtype`, as e4m3 bytes.
 fn quantize(dtype: DType, source: &[u8], scale: Option<f32>, out: &mut [u8]) {
     match (dtype, scale) {
-        (DType::F8E4m3, None) => out.copy_from_slice(source),
-        (DType::F8E4m3, Some(scale)) => {
+        (DType::F8_E4M3, None) => out.copy_from_slice(source),
+        (DType::F8_E4M3, Some(scale)) => {
             for (to, from) in out.iter_mut().zip(source) {
                 *to = requotient(*from, scale);
             }
         }
-        (DType::Bf16, _) => quantize16::<Bf16>(source, scale, out),
+        (DType::BF16, _) => quantize16::<Bf16>(source, scale, out),
         (DType::F16, _) => quantize16::<Fp16>(source, scale, out),
         _ => unreachable!("checked: one of SOURCES"),
     }

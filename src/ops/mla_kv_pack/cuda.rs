@@ -106,9 +106,9 @@ unsafe impl Params for PackParams {}
 
 fn dtype_code(dtype: DType) -> u32 {
     match dtype {
-        DType::Bf16 => 0,
+        DType::BF16 => 0,
         DType::F16 => 1,
-        DType::F8E4m3 => 2,
+        DType::F8_E4M3 => 2,
         _ => unreachable!("checked: one of SOURCES"),
     }
 }
@@ -121,7 +121,7 @@ fn vector(tensor: &Tensor) -> bool {
         && (0..rows).all(|dim| tensor.byte_stride(dim) % bytes == 0)
 }
 
-pub fn run(plan: &Plan, index: i32, stream: *mut c_void) -> Result<()> {
+pub fn run(plan: &Plan<'_>, index: i32, stream: *mut c_void) -> Result<()> {
     let rows = plan.tokens as u64 * plan.heads as u64;
     let fp8 = plan.fp8.as_ref();
     let (v_units, v_out_units) = fp8.map_or((0, 0), |fp8| (fp8.value / UNIT, fp8.value_out / UNIT));
@@ -136,8 +136,8 @@ pub fn run(plan: &Plan, index: i32, stream: *mut c_void) -> Result<()> {
         v: fp8.map_or(ptr::null(), |fp8| fp8.v.data.cast_const()),
         k_out: plan.k_out.data,
         v_out: fp8.map_or(ptr::null_mut(), |fp8| fp8.v_out.data),
-        k_scale: fp8.map_or(ptr::null(), |fp8| scale(fp8.k_scale.as_ref())),
-        v_scale: fp8.map_or(ptr::null(), |fp8| scale(fp8.v_scale.as_ref())),
+        k_scale: fp8.map_or(ptr::null(), |fp8| scale(fp8.k_scale)),
+        v_scale: fp8.map_or(ptr::null(), |fp8| scale(fp8.v_scale)),
         k_nope_token: plan.k_nope.byte_stride(0),
         k_nope_head: plan.k_nope.byte_stride(1),
         k_pe_token: plan.k_pe.byte_stride(0),
@@ -153,9 +153,9 @@ pub fn run(plan: &Plan, index: i32, stream: *mut c_void) -> Result<()> {
         k_nope_dtype: dtype_code(plan.k_nope.dtype),
         k_pe_dtype: dtype_code(plan.k_pe.dtype),
         v_dtype: fp8.map_or(0, |fp8| dtype_code(fp8.v.dtype)),
-        k_nope_vector: vector(&plan.k_nope).into(),
-        k_pe_vector: vector(&plan.k_pe).into(),
-        v_vector: fp8.is_some_and(|fp8| vector(&fp8.v)).into(),
+        k_nope_vector: vector(plan.k_nope).into(),
+        k_pe_vector: vector(plan.k_pe).into(),
+        v_vector: fp8.is_some_and(|fp8| vector(fp8.v)).into(),
     };
     let (kernel, shape) = match fast_kernel(plan, rows) {
         Some((kernel, lanes)) => (kernel, Launch::of((rows * lanes).div_ceil(u64::from(THREADS)), THREADS)),
@@ -165,8 +165,8 @@ pub fn run(plan: &Plan, index: i32, stream: *mut c_void) -> Result<()> {
 }
 
 /// The kernel for the common head sizes and 16-byte aligned inputs, with the threads that it gives to a row.
-fn fast_kernel(plan: &Plan, rows: u64) -> Option<(&'static Kernel, u64)> {
-    let aligned = vector(&plan.k_nope) && vector(&plan.k_pe);
+fn fast_kernel(plan: &Plan<'_>, rows: u64) -> Option<(&'static Kernel, u64)> {
+    let aligned = vector(plan.k_nope) && vector(plan.k_pe);
     if !aligned || plan.nope != NOPE || plan.rope != ROPE || rows + u64::from(THREADS) >= DIVIDEND_LIMIT {
         return None;
     }
@@ -176,20 +176,20 @@ fn fast_kernel(plan: &Plan, rows: u64) -> Option<(&'static Kernel, u64)> {
     let Some(fp8) = &plan.fp8 else {
         return if source.size() == 2 { pick([&CONCAT_L8, &CONCAT_L16]) } else { None };
     };
-    if fp8.value != VALUE || fp8.value_out != VALUE || fp8.v.dtype != source || !vector(&fp8.v) {
+    if fp8.value != VALUE || fp8.value_out != VALUE || fp8.v.dtype != source || !vector(fp8.v) {
         return None;
     }
     let scaled = fp8.k_scale.is_some() || fp8.v_scale.is_some();
     let rope_is_fp8 = match plan.k_pe.dtype {
-        DType::F8E4m3 => true,
+        DType::F8_E4M3 => true,
         dtype if dtype == source => false,
         _ => return None,
     };
     match (source, rope_is_fp8, scaled) {
-        (DType::Bf16, false, false) => pick([&BF16_L8, &BF16_L16]),
-        (DType::Bf16, true, false) => pick([&BF16_PE8_L8, &BF16_PE8_L16]),
-        (DType::Bf16, false, true) => pick([&BF16_SCALED_L8, &BF16_SCALED_L16]),
-        (DType::Bf16, true, true) => pick([&BF16_PE8_SCALED_L8, &BF16_PE8_SCALED_L16]),
+        (DType::BF16, false, false) => pick([&BF16_L8, &BF16_L16]),
+        (DType::BF16, true, false) => pick([&BF16_PE8_L8, &BF16_PE8_L16]),
+        (DType::BF16, false, true) => pick([&BF16_SCALED_L8, &BF16_SCALED_L16]),
+        (DType::BF16, true, true) => pick([&BF16_PE8_SCALED_L8, &BF16_PE8_SCALED_L16]),
         (DType::F16, false, false) => pick([&FP16_L8, &FP16_L16]),
         (DType::F16, true, false) => pick([&FP16_PE8_L8, &FP16_PE8_L16]),
         (DType::F16, false, true) => pick([&FP16_SCALED_L8, &FP16_SCALED_L16]),
@@ -198,7 +198,7 @@ fn fast_kernel(plan: &Plan, rows: u64) -> Option<(&'static Kernel, u64)> {
     }
 }
 
-fn generic_kernel(plan: &Plan) -> &'static Kernel {
+fn generic_kernel(plan: &Plan<'_>) -> &'static Kernel {
     match (&plan.fp8, plan.k_nope.dtype.size()) {
         (Some(_), _) => &PACK_GENERIC,
         (None, 2) => &CONCAT_B16,

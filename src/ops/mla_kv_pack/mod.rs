@@ -18,46 +18,44 @@ pub const PACK: Op = Op { name: "mla_kv_concat_quant_fp8", stem: STEM, kernels: 
 
 /// Elements that every width is a multiple of, and that a kernel moves at a time.
 const UNIT: i64 = 8;
-const SOURCES: [DType; 3] = [DType::Bf16, DType::F16, DType::F8E4m3];
+const SOURCES: [DType; 3] = [DType::BF16, DType::F16, DType::F8_E4M3];
 
 /// Checked arguments of either op. Shapes agree, widths are multiples of [`UNIT`], outputs are contiguous and apart from
 /// everything else.
-struct Plan {
+struct Plan<'a> {
     op: &'static str,
     tokens: i64,
     heads: i64,
     nope: i64,
     rope: i64,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    k_out: Tensor,
+    k_nope: &'a Tensor,
+    k_pe: &'a Tensor,
+    k_out: &'a Tensor,
     /// None for the plain concat.
-    fp8: Option<Fp8>,
+    fp8: Option<Fp8<'a>>,
 }
 
 /// What the FP8 op has beyond the concat.
-struct Fp8 {
-    v: Tensor,
-    v_out: Tensor,
+struct Fp8<'a> {
+    v: &'a Tensor,
+    v_out: &'a Tensor,
     value: i64,
     /// Width of a stored head of V, at least `value`.
     value_out: i64,
-    k_scale: Option<Tensor>,
-    v_scale: Option<Tensor>,
+    k_scale: Option<&'a Tensor>,
+    v_scale: Option<&'a Tensor>,
 }
 
-/// What k_nope and k_pe say: tokens, heads and widths.
+/// What k_nope and k_pe say.
 struct Keys {
     tokens: i64,
     heads: i64,
     nope: i64,
     rope: i64,
-    k_nope: Tensor,
-    k_pe: Tensor,
 }
 
 impl Keys {
-    fn check(op: &'static str, k_nope: Tensor, k_pe: Tensor) -> Result<Self> {
+    fn check(op: &'static str, k_nope: &Tensor, k_pe: &Tensor) -> Result<Self> {
         k_nope.expect_dtype(&SOURCES)?;
         k_nope.expect_rank(&["tokens", "heads", "nope"])?;
         let &[tokens, heads, nope] = k_nope.shape() else { unreachable!("rank checked") };
@@ -86,32 +84,34 @@ impl Keys {
         k_pe.expect_multiple(k_pe.shape().len() - 1, UNIT, "rope width")?;
         k_pe.expect_last_stride_1()?;
         k_pe.expect_device(k_nope.device, "k_nope")?;
-        Ok(Self { tokens, heads, nope, rope, k_nope, k_pe })
+        Ok(Self { tokens, heads, nope, rope })
     }
 }
 
+const K_SHAPE: &str = "tokens and heads of k_nope, nope + rope";
+const V_SHAPE: &str = "tokens and heads of k_nope, width of v or v_pad_to";
+
 /// Checks an output against the shape and dtype it has to have and against the memory it may not touch.
-fn check_output(out: &Tensor, shape: &[i64], why: &str, dtype: DType, others: &[&Tensor]) -> Result<()> {
+fn check_output<'a>(
+    out: &Tensor,
+    shape: &[i64],
+    why: &str,
+    dtype: DType,
+    others: impl IntoIterator<Item = &'a Tensor>,
+) -> Result<()> {
     out.expect_dtype(&[dtype])?;
     out.expect_shape(shape, why)?;
-    out.expect_device(others[0].device, "k_nope")?;
     out.expect_contiguous()?;
     out.expect_aligned(UNIT as usize * dtype.size())?;
     out.expect_writable()?;
-    others.iter().try_for_each(|other| out.expect_apart_from(other))
-}
-
-fn check_scale(scale: Option<&Tensor>, like: &Tensor) -> Result<()> {
-    let Some(scale) = scale else { return Ok(()) };
-    scale.expect_dtype(&[DType::F32])?;
-    if scale.numel() != 1 {
-        return Err(scale.value_error("one element"));
+    for other in others {
+        out.expect_device(other.device, other.name)?;
+        out.expect_apart_from(other)?;
     }
-    scale.expect_device(like.device, like.name)?;
-    scale.expect_aligned(4)
+    Ok(())
 }
 
-fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan) -> Result<()> {
+fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan<'_>) -> Result<()> {
     if plan.tokens == 0 {
         return Ok(());
     }
@@ -127,14 +127,14 @@ fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan) -> Result<()> {
 
 /// The caller's output, or a new one that `allocate` makes.
 fn output<'py>(
-    given: Option<Bound<'py, PyAny>>,
+    given: Option<&Bound<'py, PyAny>>,
     allocate: &Bound<'py, PyAny>,
     device: Device,
     shape: &[i64],
     dtype: DType,
 ) -> Result<Bound<'py, PyAny>> {
     match given {
-        Some(out) => Ok(out),
+        Some(out) => Ok(out.clone()),
         None => Ok(allocate.call1((device.to_string(), shape, dtype.torch_name()))?),
     }
 }
@@ -143,83 +143,136 @@ fn output<'py>(
 #[pyo3(signature = (k_nope, k_pe, out, allocate, /))]
 pub fn mla_kv_concat<'py>(
     py: Python<'py>,
-    k_nope: Bound<'py, PyAny>,
-    k_pe: Bound<'py, PyAny>,
-    out: Option<Bound<'py, PyAny>>,
-    allocate: Bound<'py, PyAny>,
+    k_nope: &Bound<'py, PyAny>,
+    k_pe: &Bound<'py, PyAny>,
+    out: Option<&Bound<'py, PyAny>>,
+    allocate: &Bound<'py, PyAny>,
 ) -> Result<Bound<'py, PyAny>> {
     let op = CONCAT.name;
-    let mut arguments = Arguments::new(py, op);
-    let keys = Keys::check(op, arguments.tensor("k_nope", &k_nope)?, arguments.tensor("k_pe", &k_pe)?)?;
+    let mut arguments = Arguments::new(py);
+    let (mut nope, mut pe) = (Tensor::unset(op, "k_nope"), Tensor::unset(op, "k_pe"));
+    arguments.read(k_nope, &mut nope)?;
+    arguments.read(k_pe, &mut pe)?;
+    let keys = Keys::check(op, &nope, &pe)?;
+
     let shape = [keys.tokens, keys.heads, keys.nope + keys.rope];
+    let object = output(out, allocate, nope.device, &shape, nope.dtype)?;
+    let mut k_out = Tensor::unset(op, "out");
+    arguments.read(&object, &mut k_out)?;
+    check_output(&k_out, &shape, K_SHAPE, nope.dtype, [&nope, &pe])?;
 
-    let out = output(out, &allocate, keys.k_nope.device, &shape, keys.k_nope.dtype)?;
-    let k_out = arguments.tensor("out", &out)?;
-    let why = "tokens and heads of k_nope, nope + rope";
-    check_output(&k_out, &shape, why, keys.k_nope.dtype, &[&keys.k_nope, &keys.k_pe])?;
-
-    let Keys { tokens, heads, nope, rope, k_nope, k_pe } = keys;
-    run(py, &arguments, &Plan { op, tokens, heads, nope, rope, k_nope, k_pe, k_out, fp8: None })?;
-    Ok(out)
+    let Keys { tokens, heads, nope: nope_width, rope } = keys;
+    let plan = Plan {
+        op,
+        tokens,
+        heads,
+        nope: nope_width,
+        rope,
+        k_nope: &nope,
+        k_pe: &pe,
+        k_out: &k_out,
+        fp8: None,
+    };
+    run(py, &arguments, &plan)?;
+    Ok(object)
 }
 
 #[pyfunction]
 #[pyo3(signature = (k_nope, k_pe, v, k_scale, v_scale, k_out, v_out, v_pad_to, allocate, /))]
 pub fn mla_kv_concat_quant_fp8<'py>(
     py: Python<'py>,
-    k_nope: Bound<'py, PyAny>,
-    k_pe: Bound<'py, PyAny>,
-    v: Bound<'py, PyAny>,
-    k_scale: Option<Bound<'py, PyAny>>,
-    v_scale: Option<Bound<'py, PyAny>>,
-    k_out: Option<Bound<'py, PyAny>>,
-    v_out: Option<Bound<'py, PyAny>>,
+    k_nope: &Bound<'py, PyAny>,
+    k_pe: &Bound<'py, PyAny>,
+    v: &Bound<'py, PyAny>,
+    k_scale: Option<&Bound<'py, PyAny>>,
+    v_scale: Option<&Bound<'py, PyAny>>,
+    k_out: Option<&Bound<'py, PyAny>>,
+    v_out: Option<&Bound<'py, PyAny>>,
     v_pad_to: Option<i64>,
-    allocate: Bound<'py, PyAny>,
+    allocate: &Bound<'py, PyAny>,
 ) -> Result<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
     let op = PACK.name;
-    let mut arguments = Arguments::new(py, op);
-    let keys = Keys::check(op, arguments.tensor("k_nope", &k_nope)?, arguments.tensor("k_pe", &k_pe)?)?;
-
-    let values = arguments.tensor("v", &v)?;
-    values.expect_dtype(&SOURCES)?;
-    values.expect_rank(&["tokens", "heads", "value"])?;
-    let value = values.shape()[2];
-    values.expect_shape(&[keys.tokens, keys.heads, value], "tokens and heads of k_nope")?;
-    values.expect_multiple(2, UNIT, "value width")?;
-    values.expect_last_stride_1()?;
-    values.expect_device(keys.k_nope.device, "k_nope")?;
-    let value_out = v_pad_to.unwrap_or(value);
-    if value_out < value || value_out % UNIT != 0 {
-        return Err(Error::Value {
-            op,
-            argument: "v_pad_to",
-            expected: format!("a multiple of {UNIT}, at least the width {value} of v"),
-            got: value_out.to_string(),
-        });
-    }
-    let k_scale = arguments.optional("k_scale", k_scale.as_ref())?;
-    let v_scale = arguments.optional("v_scale", v_scale.as_ref())?;
-    check_scale(k_scale.as_ref(), &keys.k_nope)?;
-    check_scale(v_scale.as_ref(), &keys.k_nope)?;
+    let mut arguments = Arguments::new(py);
+    let (mut nope, mut pe) = (Tensor::unset(op, "k_nope"), Tensor::unset(op, "k_pe"));
+    arguments.read(k_nope, &mut nope)?;
+    arguments.read(k_pe, &mut pe)?;
+    let keys = Keys::check(op, &nope, &pe)?;
+    let mut values = Tensor::unset(op, "v");
+    arguments.read(v, &mut values)?;
+    let (value, value_out) = check_values(&values, &keys, &nope, v_pad_to)?;
+    let (mut k_divisor, mut v_divisor) = (Tensor::unset(op, "k_scale"), Tensor::unset(op, "v_scale"));
+    let k_divisor = read_scale(&mut arguments, k_scale, &mut k_divisor, &nope)?;
+    let v_divisor = read_scale(&mut arguments, v_scale, &mut v_divisor, &nope)?;
 
     let k_shape = [keys.tokens, keys.heads, keys.nope + keys.rope];
     let v_shape = [keys.tokens, keys.heads, value_out];
-    let k_object = output(k_out, &allocate, keys.k_nope.device, &k_shape, DType::F8E4m3)?;
-    let v_object = output(v_out, &allocate, keys.k_nope.device, &v_shape, DType::F8E4m3)?;
-    let k_out = arguments.tensor("k_out", &k_object)?;
-    let v_out = arguments.tensor("v_out", &v_object)?;
-    let mut others = vec![&keys.k_nope, &keys.k_pe, &values];
-    others.extend(k_scale.as_ref());
-    others.extend(v_scale.as_ref());
-    let why = "tokens and heads of k_nope, nope + rope";
-    check_output(&k_out, &k_shape, why, DType::F8E4m3, &others)?;
-    others.push(&k_out);
-    let why = "tokens and heads of k_nope, width of v or v_pad_to";
-    check_output(&v_out, &v_shape, why, DType::F8E4m3, &others)?;
+    let k_object = output(k_out, allocate, nope.device, &k_shape, DType::F8_E4M3)?;
+    let v_object = output(v_out, allocate, nope.device, &v_shape, DType::F8_E4M3)?;
+    let (mut k_stored, mut v_stored) = (Tensor::unset(op, "k_out"), Tensor::unset(op, "v_out"));
+    arguments.read(&k_object, &mut k_stored)?;
+    arguments.read(&v_object, &mut v_stored)?;
+    let inputs = [Some(&nope), Some(&pe), Some(&values), k_divisor, v_divisor];
+    check_output(&k_stored, &k_shape, K_SHAPE, DType::F8_E4M3, inputs.into_iter().flatten())?;
+    let others = inputs.into_iter().chain([Some(&k_stored)]).flatten();
+    check_output(&v_stored, &v_shape, V_SHAPE, DType::F8_E4M3, others)?;
 
-    let fp8 = Fp8 { v: values, v_out, value, value_out, k_scale, v_scale };
-    let Keys { tokens, heads, nope, rope, k_nope, k_pe } = keys;
-    run(py, &arguments, &Plan { op, tokens, heads, nope, rope, k_nope, k_pe, k_out, fp8: Some(fp8) })?;
+    let Keys { tokens, heads, nope: nope_width, rope } = keys;
+    let plan = Plan {
+        op,
+        tokens,
+        heads,
+        nope: nope_width,
+        rope,
+        k_nope: &nope,
+        k_pe: &pe,
+        k_out: &k_stored,
+        fp8: Some(Fp8 {
+            v: &values,
+            v_out: &v_stored,
+            value,
+            value_out,
+            k_scale: k_divisor,
+            v_scale: v_divisor,
+        }),
+    };
+    run(py, &arguments, &plan)?;
     Ok((k_object, v_object))
+}
+
+/// Checks V against the keys. Returns its width and the width of a stored head.
+fn check_values(v: &Tensor, keys: &Keys, k_nope: &Tensor, pad_to: Option<i64>) -> Result<(i64, i64)> {
+    v.expect_dtype(&SOURCES)?;
+    v.expect_rank(&["tokens", "heads", "value"])?;
+    let value = v.shape()[2];
+    v.expect_shape(&[keys.tokens, keys.heads, value], "tokens and heads of k_nope")?;
+    v.expect_multiple(2, UNIT, "value width")?;
+    v.expect_last_stride_1()?;
+    v.expect_device(k_nope.device, k_nope.name)?;
+    let stored = pad_to.unwrap_or(value);
+    if stored < value || stored % UNIT != 0 {
+        return Err(Error::Value {
+            op: v.op,
+            argument: "v_pad_to",
+            expected: format!("a multiple of {UNIT}, at least the width {value} of v"),
+            got: stored.to_string(),
+        });
+    }
+    Ok((value, stored))
+}
+
+fn read_scale<'a, 'py>(
+    arguments: &mut Arguments<'py>,
+    object: Option<&Bound<'py, PyAny>>,
+    out: &'a mut Tensor,
+    k_nope: &Tensor,
+) -> Result<Option<&'a Tensor>> {
+    let Some(object) = object else { return Ok(None) };
+    arguments.read(object, out)?;
+    out.expect_dtype(&[DType::F32])?;
+    if out.numel() != 1 {
+        return Err(out.value_error("one element"));
+    }
+    out.expect_device(k_nope.device, k_nope.name)?;
+    out.expect_aligned(4)?;
+    Ok(Some(out))
 }
