@@ -67,7 +67,7 @@ def argument_calls(device: torch.device) -> list[tuple[str, int, Callable[[], ob
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")
     _LIBRARIES.append(library)
     for count in COUNTS:
-        tensors = tuple(torch.zeros(4, 8, device=device) for _ in range(count))
+        tensors = tuple(torch.zeros(4, 8, dtype=torch.bfloat16, device=device) for _ in range(count))
         names = [f"t{i}" for i in range(count)]
         schema = f"({', '.join(f'Tensor {name}' for name in names)}) -> ()"
         library.define(f"plain{count}{schema}")
@@ -117,7 +117,22 @@ def op_calls(device: torch.device) -> list[tuple[str, int, Callable[[], object]]
 def measure(device: torch.device, batches: int = _BATCHES) -> list[Result]:
     """Time the empty Python call, the argument calls and the op calls."""
     calls = [("empty Python call", 0, lambda: None), *argument_calls(device), *op_calls(device)]
-    return [Result(what, count, *host_ns(call, device, batches)) for what, count, call in calls]
+    results = [Result(what, count, *host_ns(call, device, batches)) for what, count, call in calls]
+    if device.type == "cuda":
+        results.append(Result("launch alone, without Python", 0, *launch_ns(device, batches)))
+    return results
+
+
+def launch_ns(device: torch.device, batches: int = _BATCHES) -> tuple[float, float, float]:
+    """The floor of a call: the driver's launch of a kernel of one block, in a loop without Python."""
+    src, dst = (torch.zeros(16, dtype=torch.uint8, device=device) for _ in range(2))
+    times = []
+    for _ in range(batches):
+        _wait(device)
+        times.append(_core.bench_launch(src, dst, _BATCH))
+    _wait(device)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    return statistics.median(times), deciles[0], deciles[-1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

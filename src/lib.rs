@@ -126,7 +126,7 @@ mod _core {
         unsupported_reason,
     };
     #[pymodule_export]
-    use crate::ops::bench_stream::bench_stream;
+    use crate::ops::bench_stream::{bench_launch, bench_stream};
     #[pymodule_export]
     use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
 }

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = [
+    "bench_launch",
     "bench_stream",
     "borrow_tensors",
     "build_info",
@@ -29,7 +30,7 @@ def unsupported_reason(op: str, device_index: int) -> str | None:
     """Why ``op`` has no CUDA kernel for that device, None when it has one. Initialises CUDA."""
 
 def needs_dispatcher(tensor: object, /) -> bool:
-    """Whether ``tensor`` is of a torch.Tensor subclass with its own ``__torch_dispatch__``, such as FakeTensor."""
+    """Whether the type of ``tensor`` has its own ``__torch_dispatch__``, as FakeTensor has."""
 
 def borrow_tensors(*tensors: object) -> int:
     """Read every argument as an op would, and return how many there were. For the call-overhead benchmark."""
@@ -37,11 +38,14 @@ def borrow_tensors(*tensors: object) -> int:
 def bench_stream(src: object, dst: object, /) -> None:
     """Read all of ``src`` and write all of ``dst``, contiguous uint8: the traffic floor of the benchmarks."""
 
+def bench_launch(src: object, dst: object, launches: int, /) -> float:
+    """Host nanoseconds of one ``bench_stream`` launch without Python, over ``launches`` in a row."""
+
 def fatbin(stem: str) -> bytes:
     """The embedded fatbin of ``kernels/<stem>.cu``, for the machine-code test."""
 
-# An op's last argument, ``allocate(device, shape, dtype)``, makes an uninitialised contiguous tensor where no output is
-# given; ``device`` and ``dtype`` are torch's names.
+# An op's last argument, ``allocate(device, shape, dtype)``, makes an uninitialised contiguous tensor where
+# no output is given; ``device`` and ``dtype`` are torch's names.
 
 def mla_kv_concat(
     k_nope: object, k_pe: object, out: object | None, allocate: Callable[[str, Sequence[int], str], Any], /
