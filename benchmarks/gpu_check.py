@@ -1,7 +1,7 @@
 """Check and measure everything on this machine's GPU and write the pages of ``benchmarks/results``.
 
-Runs the tests marked ``gpu``, which include the sanitizers, then every benchmark. With ``--wheel`` the package comes
-from that file, else from the running Python's environment.
+Runs the tests marked ``gpu``, which include the sanitizers, then every benchmark. With ``--wheel`` the package
+comes from that file, else from the running Python's environment.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ import torch
 from vllm_hotpath import _core
 from vllm_hotpath.ops import allocate, register
 
-_is_compiling = torch.compiler.is_compiling
+# Dynamo folds it to True; other tracers come with tensors that need the dispatcher.
+_is_compiling = torch.compiler.is_dynamo_compiling
 _needs_dispatcher = _core.needs_dispatcher
 
 
