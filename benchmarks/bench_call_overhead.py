@@ -144,8 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--batches", type=int, default=_BATCHES, help="batches of 200 calls (default: %(default)s)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
-    parser.add_argument("--md", metavar="FILE", help="write a Markdown page")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write <gpu>-call-overhead.{md,json} there"
+    )
     arguments = parser.parse_args(argv)
     if arguments.batches < 2:
         parser.error("--batches: expected at least 2")
@@ -154,16 +156,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CannotRunError as error:
         return fail(f"{PROG}: {error}")
     results = measure(device, arguments.batches)
-    facts = environment.collect(environment.command(PROG, None if argv is None else list(argv)), device, ROOT)
+    facts = environment.collect(PROG, device, ROOT)
     values = {"environment": facts, "call_overhead": [result._asdict() for result in results]}
-    if arguments.json == "-":
+    if arguments.json:
         print_json(values)
     else:
         _show(results)
-        if arguments.json:
-            report.write(Path(arguments.json), json.dumps(values, indent=1) + "\n")
-    if arguments.md:
-        report.write(Path(arguments.md), page(facts, results))
+    if arguments.out:
+        name = f"{environment.slug(device)}-call-overhead"
+        report.write(arguments.out / f"{name}.json", json.dumps(values, indent=1) + "\n")
+        report.write(arguments.out / f"{name}.md", page(facts, results))
     return 0
 
 

@@ -44,7 +44,8 @@ def main(stem: str, description: str, argv: Sequence[str] | None = None) -> int:
         rows = measure(cases, device, runner.QUICK_REPLAYS if arguments.quick else runner.REPLAYS)
     except CannotRunError as error:
         return fail(f"{parser.prog}: {error}")
-    command = environment.command(parser.prog, None if argv is None else list(argv))
+    # Where the pages go is the caller's affair, not part of how to make them again.
+    command = f"{parser.prog} --quick" if arguments.quick else parser.prog
     facts = environment.collect(command, device, ROOT)
     show(rows, facts)
     spec = load(stem)

@@ -1,7 +1,7 @@
 """Check and measure everything on this machine's GPU and write the pages of ``benchmarks/results``.
 
-Runs the tests marked ``gpu``, which include the sanitizers, then every benchmark. With ``--wheel`` the package
-comes from that file, else from the running Python's environment.
+Runs the tests marked ``gpu``, which include the sanitizers, then every benchmark. With ``--wheel`` the
+package is that file, else the one of the running Python.
 """
 
 from __future__ import annotations
@@ -40,15 +40,12 @@ def main() -> int:
             environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         junit = Path(scratch) / "gpu.xml"
         out = ["--out", str(arguments.out)]
-        overhead = [f"--{kind}={arguments.out / f'call-overhead.{kind}'}" for kind in ("md", "json")]
         statuses = [
             run(["-m", "pytest", "-q", "-m", "gpu", f"--junitxml={junit}", "tests"], environment),
-            run([__file__, "--page-only", str(junit), *out], environment),
-            run(["benchmarks/bench_call_overhead.py", *overhead], environment),
+            run(["benchmarks/gpu_check.py", "--page-only", str(junit), *out], environment),
             *(
-                run([str(script), *out], environment)
+                run([str(script.relative_to(ROOT)), *out], environment)
                 for script in sorted((ROOT / "benchmarks").glob("bench_*.py"))
-                if script.name != "bench_call_overhead.py"
             ),
         ]
     return next((status for status in statuses if status), 0)
