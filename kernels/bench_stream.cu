@@ -28,4 +28,39 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads) bench_stream(const 
     }
 }
 
+// Host twin: src/ops/bench_stream.rs, RmwParams.
+struct RmwParams {
+    uint8_t* base;
+    int64_t stride;        // bytes from tile to tile
+    uint32_t tile_blocks;  // blocks of a tile
+};
+
+// Reads and rewrites kUnits * 16 bytes a thread, kRmwThreads * that a block: 64, 32, 16, 8 or 4 KiB.
+template <int kRmwThreads, int kUnits>
+__device__ __forceinline__ void read_modify_write(const RmwParams& p) {
+    const uint32_t tile = blockIdx.x / p.tile_blocks;
+    const uint32_t part = blockIdx.x % p.tile_blocks;
+    uint8_t* at = p.base + tile * p.stride + (static_cast<int64_t>(part) * kUnits * kRmwThreads + threadIdx.x) * 16;
+    wait_for_prior_grids();
+    uint4 v[kUnits];
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) v[i] = load_16(at + i * kRmwThreads * 16);
+    launch_dependent_grids();
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+        v[i].x ^= 1;
+        store_16(at + i * kRmwThreads * 16, v[i]);
+    }
+}
+
+#define HOTPATH_RMW(SPLIT, THREADS, UNITS)                                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS) bench_rmw_##SPLIT(const __grid_constant__ RmwParams p) { \
+        read_modify_write<THREADS, UNITS>(p);                                                                     \
+    }
+HOTPATH_RMW(1, 256, 16)
+HOTPATH_RMW(2, 256, 8)
+HOTPATH_RMW(4, 256, 4)
+HOTPATH_RMW(8, 128, 4)
+HOTPATH_RMW(16, 256, 1)
+
 }  // namespace hotpath

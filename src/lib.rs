@@ -126,7 +126,9 @@ mod _core {
         unsupported_reason,
     };
     #[pymodule_export]
-    use crate::ops::bench_stream::{bench_launch, bench_stream};
+    use crate::ops::bench_stream::{bench_launch, bench_rmw, bench_stream};
+    #[pymodule_export]
+    use crate::ops::kda_decode::kda_decode;
     #[pymodule_export]
     use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
 }

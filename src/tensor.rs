@@ -23,6 +23,8 @@ impl DType {
     pub const F32: Self = Self::of(2, 32);
     pub const F8_E4M3: Self = Self::of(10, 8);
     pub const U8: Self = Self::of(1, 8);
+    pub const I32: Self = Self::of(0, 32);
+    pub const I64: Self = Self::of(0, 64);
 
     const fn of(code: u8, bits: u8) -> Self {
         Self { code, bits, lanes: 1 }

@@ -12,6 +12,7 @@ from vllm_hotpath._core import build_info as _build_info
 
 if TYPE_CHECKING:
     from vllm_hotpath.ops import Support, is_supported
+    from vllm_hotpath.ops.kda_decode import kda_decode
     from vllm_hotpath.ops.mla_kv_pack import mla_kv_concat, mla_kv_concat_quant_fp8
 
 __version__: str = _build_info()["version"]
@@ -20,11 +21,12 @@ __version__: str = _build_info()["version"]
 _EXPORTS = {
     "Support": "vllm_hotpath.ops",
     "is_supported": "vllm_hotpath.ops",
+    "kda_decode": "vllm_hotpath.ops.kda_decode",
     "mla_kv_concat": "vllm_hotpath.ops.mla_kv_pack",
     "mla_kv_concat_quant_fp8": "vllm_hotpath.ops.mla_kv_pack",
 }
 
-__all__ = ["Support", "__version__", "is_supported", "mla_kv_concat", "mla_kv_concat_quant_fp8"]
+__all__ = ["Support", "__version__", "is_supported", "kda_decode", "mla_kv_concat", "mla_kv_concat_quant_fp8"]
 
 
 def __getattr__(name: str) -> Any:

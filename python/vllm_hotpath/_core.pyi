@@ -5,12 +5,14 @@ from typing import Any
 
 __all__ = [
     "bench_launch",
+    "bench_rmw",
     "bench_stream",
     "borrow_tensors",
     "build_info",
     "cuda_info",
     "exchange_api_version",
     "fatbin",
+    "kda_decode",
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
     "needs_dispatcher",
@@ -41,6 +43,13 @@ def bench_stream(src: object, dst: object, /) -> None:
 def bench_launch(src: object, dst: object, launches: int, /) -> float:
     """Host nanoseconds of one ``bench_stream`` launch without Python, over ``launches`` in a row."""
 
+def bench_rmw(pool: object, offset: int, stride: int, tiles: int, tile_bytes: int, split: int, /) -> None:
+    """Read and rewrite ``tiles`` stretches of ``tile_bytes`` in a contiguous uint8 ``pool``.
+
+    Tile i starts ``offset + i * stride`` bytes into the pool; ``split`` (1 to 16, a power of two) thread blocks
+    share 64 KiB. The traffic floor of ops that update a state in place.
+    """
+
 def fatbin(stem: str) -> bytes:
     """The embedded fatbin of ``kernels/<stem>.cu``, for the machine-code test."""
 
@@ -62,3 +71,26 @@ def mla_kv_concat_quant_fp8(
     allocate: Callable[[str, Sequence[int], str], Any],
     /,
 ) -> tuple[Any, Any]: ...
+def kda_decode(
+    x: object,
+    conv_weight: object,
+    conv_state: object,
+    raw_gate: object,
+    raw_beta: object,
+    a_log: object | None,
+    dt_bias: object | None,
+    state: object,
+    state_indices: object,
+    conv_bias: object | None,
+    lower_bound: float | None,
+    output_gate: object | None,
+    norm_weight: object | None,
+    norm_eps: float,
+    scale: float | None,
+    null_index: int,
+    gate_is_log_decay: bool,
+    beta_is_sigmoid: bool,
+    out: object | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> Any: ...

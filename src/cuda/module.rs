@@ -5,7 +5,7 @@ use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use cudarc::driver::sys::{self, CUfunc_st, CUfunction, CUlib_st, CUlibrary};
+use cudarc::driver::sys::{self, CUfunc_st, CUfunction, CUfunction_attribute, CUlib_st, CUlibrary};
 
 use super::{DeviceState, MAX_DEVICES, RelaxedCapture, check};
 use crate::error::{Error, Result};
@@ -62,12 +62,25 @@ static LOAD_LOCK: Mutex<()> = Mutex::new(());
 pub struct Kernel {
     pub stem: &'static str,
     pub name: &'static CStr,
+    /// Dynamic shared memory of a launch; more than 48 KiB has to be asked for when the kernel is loaded.
+    shared_bytes: u32,
     functions: [AtomicPtr<CUfunc_st>; MAX_DEVICES],
 }
 
 impl Kernel {
     pub const fn new(stem: &'static str, name: &'static CStr) -> Self {
-        Self { stem, name, functions: [const { AtomicPtr::new(ptr::null_mut()) }; MAX_DEVICES] }
+        Self {
+            stem,
+            name,
+            shared_bytes: 0,
+            functions: [const { AtomicPtr::new(ptr::null_mut()) }; MAX_DEVICES],
+        }
+    }
+
+    /// The same with that much dynamic shared memory.
+    pub const fn with_shared(mut self, bytes: u32) -> Self {
+        self.shared_bytes = bytes;
+        self
     }
 
     /// The kernel on a device whose context is current. Loads it at the first use, also while a stream captures.
@@ -105,6 +118,9 @@ impl Kernel {
             )?;
             check(op, "cuKernelGetFunction", sys::cuKernelGetFunction(&raw mut function, kernel))?;
             check(op, "cuFuncLoad", sys::cuFuncLoad(function))?;
+            let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let status = sys::cuFuncSetAttribute(function, attribute, self.shared_bytes as i32);
+            check(op, "cuFuncSetAttribute", status)?;
         }
         slot.store(function, Ordering::Release);
         Ok(function)

@@ -1,5 +1,5 @@
 //! `bench_stream`: reads one buffer and writes another and does nothing else, the floor of the device time in the benchmarks.
-//! `bench_launch`: its launch alone, the floor of the host time.
+//! `bench_launch`: its launch alone, the floor of the host time. `bench_rmw`: reads and rewrites a state in place.
 
 use std::ffi::c_void;
 use std::time::Instant;
@@ -10,11 +10,24 @@ use super::Op;
 use crate::cuda::launch::{Launch, Params, launch};
 use crate::cuda::module::Kernel;
 use crate::dlpack::Arguments;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::tensor::{DType, Device, Tensor};
 
 static KERNEL: Kernel = Kernel::new("bench_stream", c"bench_stream");
-pub const STREAM: Op = Op { name: "bench_stream", stem: "bench_stream", kernels: &[&KERNEL] };
+pub const STREAM: Op = Op {
+    name: "bench_stream",
+    stem: "bench_stream",
+    kernels: &[&KERNEL, &RMW[0].0, &RMW[1].0, &RMW[2].0, &RMW[3].0, &RMW[4].0],
+};
+
+/// `bench_rmw` for 1, 2, 4, 8 and 16 blocks of 64 KiB, with the threads of a block.
+static RMW: [(Kernel, u32); 5] = [
+    (Kernel::new("bench_stream", c"bench_rmw_1"), 256),
+    (Kernel::new("bench_stream", c"bench_rmw_2"), 256),
+    (Kernel::new("bench_stream", c"bench_rmw_4"), 256),
+    (Kernel::new("bench_stream", c"bench_rmw_8"), 128),
+    (Kernel::new("bench_stream", c"bench_rmw_16"), 256),
+];
 
 /// Bytes of an access, one a thread on either side.
 const ACCESS: u64 = 16;
@@ -99,4 +112,63 @@ pub fn bench_launch<'py>(
         call.launch()?;
     }
     Ok(start.elapsed().as_secs_f64() * 1e9 / f64::from(launches.max(1)))
+}
+
+/// Twin of `RmwParams` in `kernels/bench_stream.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RmwParams {
+    base: *mut u8,
+    stride: i64,
+    tile_blocks: u32,
+}
+
+// SAFETY: repr(C) with the fields of the kernel's RmwParams in their order; padding at the end is not read.
+unsafe impl Params for RmwParams {}
+
+/// Reads and rewrites stretches of a pool, the floor of ops that update a state in place.
+#[pyfunction]
+#[pyo3(signature = (pool, offset, stride, tiles, tile_bytes, split, /))]
+pub fn bench_rmw<'py>(
+    py: Python<'py>,
+    pool: &Bound<'py, PyAny>,
+    offset: i64,
+    stride: i64,
+    tiles: u32,
+    tile_bytes: i64,
+    split: u32,
+) -> Result<()> {
+    let refuse = |argument, expected: &str, got: i64| {
+        Err(Error::Value { op: "bench_rmw", argument, expected: expected.into(), got: got.to_string() })
+    };
+    let mut arguments = Arguments::new(py);
+    let mut memory = Tensor::unset("bench_rmw", "pool");
+    arguments.read(pool, &mut memory)?;
+    let bytes = check(&memory)? as i64 * ACCESS as i64;
+    memory.expect_writable()?;
+    let Device::Cuda(device) = memory.device else { return Err(memory.value_error("a CUDA tensor")) };
+    if !split.is_power_of_two() || split > 16 {
+        return refuse("split", "1, 2, 4, 8 or 16", split.into());
+    }
+    let block_bytes = (64 << 10) / i64::from(split);
+    if tile_bytes <= 0 || tile_bytes % block_bytes != 0 {
+        return refuse("tile_bytes", "a positive multiple of 64 KiB / split", tile_bytes);
+    }
+    if stride < tile_bytes || stride % ACCESS as i64 != 0 {
+        return refuse("stride", "at least tile_bytes, a multiple of 16", stride);
+    }
+    let end = i64::from(tiles.max(1) - 1)
+        .checked_mul(stride)
+        .and_then(|last| last.checked_add(offset + tile_bytes));
+    if offset < 0 || offset % ACCESS as i64 != 0 || end.is_none_or(|end| end > bytes) {
+        return refuse("offset", "tiles within the pool, at a multiple of 16", offset);
+    }
+    if tiles == 0 {
+        return Ok(());
+    }
+    let (kernel, threads) = &RMW[split.trailing_zeros() as usize];
+    let tile_blocks = (tile_bytes / block_bytes) as u32;
+    let params = RmwParams { base: memory.data.wrapping_offset(offset as isize), stride, tile_blocks };
+    let shape = Launch::of(u64::from(tiles) * u64::from(tile_blocks), *threads);
+    launch("bench_rmw", kernel, device, arguments.current_stream(device)?, shape, &params)
 }

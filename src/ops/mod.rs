@@ -1,6 +1,7 @@
 //! The ops, one folder per stem: checks and plan in `mod.rs`, then `cpu.rs` or `cuda.rs`.
 
 pub mod bench_stream;
+pub mod kda_decode;
 pub mod mla_kv_pack;
 
 use crate::cuda::module::Kernel;
@@ -13,4 +14,4 @@ pub struct Op {
 }
 
 /// One line per op.
-pub static OPS: &[Op] = &[mla_kv_pack::CONCAT, mla_kv_pack::PACK, bench_stream::STREAM];
+pub static OPS: &[Op] = &[mla_kv_pack::CONCAT, mla_kv_pack::PACK, kda_decode::DECODE, bench_stream::STREAM];

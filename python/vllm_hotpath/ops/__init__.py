@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Public op name -> stem: the names of its module here, its folder in src/ops and its file in kernels.
 STEMS = {
+    "kda_decode": "kda_decode",
     "mla_kv_concat": "mla_kv_pack",
     "mla_kv_concat_quant_fp8": "mla_kv_pack",
 }

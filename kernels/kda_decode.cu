@@ -1,0 +1,551 @@
+// Kimi Delta Attention decode, one token a row: causal convolution, gates, delta-rule update of the state, output and gated
+// RMSNorm in one launch. Argument meaning and checks: src/ops/kda_decode/mod.rs. The maths: docs/kernels/kda_decode.md.
+//
+// A head's state is a 128 x 128 tile, V rows of K values, and each V row is updated alone:
+//     h = state * decay;  v' = (v - h.k) * beta;  state' = h + k v';  o = state'.q
+// so a head may be split by V rows over a cluster of 1, 2, 4, 8 or 16 blocks. Only the RMSNorm's sum of squares crosses
+// blocks, through distributed shared memory. Both dot products are taken of the old state, in one pass over registers:
+//     h.k = state.(decay k);  o = state.(decay q) + v' (k.q)
+#include "common.cuh"
+
+namespace hotpath {
+namespace {
+
+constexpr int kDim = 128;        // of K and of V
+constexpr int kLanes = 8;        // threads of a state row
+constexpr int kElements = kDim / kLanes;  // of a row, a thread
+constexpr int kTaps = 4;         // of the convolution
+constexpr float kL2Epsilon = 1e-6f;
+
+// Element types of activations. Host twin: src/ops/kda_decode/cuda.rs.
+enum Dtype : uint32_t { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+
+// Strides in elements. Index 0, 1, 2: q, k, v. Host twin: src/ops/kda_decode/cuda.rs, KdaParams.
+struct KdaParams {
+    const uint8_t* x[3];
+    const uint8_t* conv_weight[3];
+    const uint8_t* conv_bias[3];  // null without
+    uint8_t* conv_state[3];
+    const uint8_t* gate;
+    const uint8_t* beta;
+    const float* a_log;
+    const float* dt_bias;
+    const uint8_t* output_gate;  // null without norm
+    const float* norm_weight;
+    uint8_t* state;
+    const uint8_t* indices;
+    uint8_t* out;
+    int64_t x_row[3];
+    int64_t conv_slot[3];
+    int64_t conv_channel, conv_tap;
+    int64_t weight_channel, weight_tap;
+    int64_t gate_row, beta_row, output_gate_row, out_row;
+    int64_t state_slot;
+    int64_t index_stride;
+    int64_t null_index;
+    FastDiv heads;
+    float lower_bound, norm_eps, scale;
+    uint32_t activation;  // Dtype of x, conv_state, output_gate and out
+    uint32_t weight_dtype;
+    uint32_t gate_dtype, beta_dtype;
+    uint32_t bounded;        // decay from lower_bound
+    uint32_t log_decay;      // gate is the log decay already
+    uint32_t beta_is_sigmoid;
+    uint32_t wide_indices;   // int64
+};
+
+__device__ __forceinline__ float float_from_bits16(uint32_t bits, uint32_t dtype) {
+    return dtype == kBf16 ? __uint_as_float(bits << 16) : floats_from_f16x2(bits).x;
+}
+
+__device__ __forceinline__ uint32_t load_bits16(const uint8_t* base, int64_t index) {
+    uint16_t v;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(base + index * 2));
+    return v;
+}
+
+__device__ __forceinline__ void store_bits16(uint8_t* base, int64_t index, uint32_t bits) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(base + index * 2), "h"(static_cast<uint16_t>(bits)) : "memory");
+}
+
+// An element as it lies in memory. Converted where it is used: a conversion at the load would wait for it there.
+__device__ __forceinline__ uint32_t load_raw(const uint8_t* base, int64_t index, uint32_t dtype) {
+    if (dtype == kFp32) {
+        uint32_t v;
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(base + index * 4));
+        return v;
+    }
+    return load_bits16(base, index);
+}
+
+__device__ __forceinline__ float float_from_raw(uint32_t raw, uint32_t dtype) {
+    return dtype == kFp32 ? __uint_as_float(raw) : float_from_bits16(raw, dtype);
+}
+
+__device__ __forceinline__ uint32_t bits16_from_float(float x, uint32_t dtype) {
+    uint16_t bits;
+    if (dtype == kBf16) {
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    } else {
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    }
+    return bits;
+}
+
+// Within 2 units in the last place each, far inside what the convolution's bf16 inputs carry.
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// ---- State in memory and in registers ------------------------------------------------------------------------------
+
+// kVector elements are one 16-byte access. A thread's elements of a row are kChunks vectors, kLanes vectors apart.
+struct StateF32 {
+    static constexpr int kVector = 4;
+    static constexpr int kBytes = 4;
+    static __device__ __forceinline__ void unpack(uint4 w, float* f) {
+        f[0] = __uint_as_float(w.x), f[1] = __uint_as_float(w.y), f[2] = __uint_as_float(w.z), f[3] = __uint_as_float(w.w);
+    }
+    static __device__ __forceinline__ uint4 pack(const float* f) {
+        return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
+    }
+};
+
+__device__ __forceinline__ uint32_t bf16x2_from_floats(float lo, float hi) {
+    uint32_t w;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
+    return w;
+}
+
+__device__ __forceinline__ uint32_t f16x2_from_floats(float lo, float hi) {
+    uint32_t w;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
+    return w;
+}
+
+struct StateBf16 {
+    static constexpr int kVector = 8;
+    static constexpr int kBytes = 2;
+    static __device__ __forceinline__ void unpack(uint4 w, float* f) {
+        f[0] = low_bf16(w.x), f[1] = high_bf16(w.x), f[2] = low_bf16(w.y), f[3] = high_bf16(w.y);
+        f[4] = low_bf16(w.z), f[5] = high_bf16(w.z), f[6] = low_bf16(w.w), f[7] = high_bf16(w.w);
+    }
+    static __device__ __forceinline__ uint4 pack(const float* f) {
+        return make_uint4(bf16x2_from_floats(f[0], f[1]), bf16x2_from_floats(f[2], f[3]), bf16x2_from_floats(f[4], f[5]),
+                          bf16x2_from_floats(f[6], f[7]));
+    }
+};
+
+struct StateFp16 {
+    static constexpr int kVector = 8;
+    static constexpr int kBytes = 2;
+    static __device__ __forceinline__ void unpack(uint4 w, float* f) {
+        const float2 a = floats_from_f16x2(w.x), b = floats_from_f16x2(w.y), c = floats_from_f16x2(w.z), d = floats_from_f16x2(w.w);
+        f[0] = a.x, f[1] = a.y, f[2] = b.x, f[3] = b.y, f[4] = c.x, f[5] = c.y, f[6] = d.x, f[7] = d.y;
+    }
+    static __device__ __forceinline__ uint4 pack(const float* f) {
+        return make_uint4(f16x2_from_floats(f[0], f[1]), f16x2_from_floats(f[2], f[3]), f16x2_from_floats(f[4], f[5]),
+                          f16x2_from_floats(f[6], f[7]));
+    }
+};
+
+// ---- Clusters --------------------------------------------------------------------------------------------------------
+
+// Says that this block runs; orders no memory.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// Also waits until what this thread has written is visible, so it comes before the stores of the state.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void store_to_block(uint32_t rank, const float* shared, float value) {
+    uint32_t at;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(at)
+                 : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ float sum_over_warp(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+    return x;
+}
+
+// ---- Staging ---------------------------------------------------------------------------------------------------------
+// The copy engine brings a block's part of the state, which is one stretch of memory, into shared memory.
+
+__device__ __forceinline__ uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
+
+__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void copy_to_shared(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void wait_for_copy(uint64_t* barrier) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n"
+        "WAIT_%=:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n\t@!done bra WAIT_%=;\n\t}" ::"r"(shared_address(barrier))
+        : "memory");
+}
+
+template <int kWarps>
+struct Shared {
+    // By k: decay, k, decay * k, decay * q, with k and q before their normalisation.
+    alignas(16) float decay[kDim], key[kDim], decayed_key[kDim], decayed_query[kDim];
+    float value[kDim];       // of this block's rows
+    float output[kDim];      // of this block's rows
+    float sums[3][kWarps];   // q.q, k.k and k.q by warp
+    float squares[kWarps];   // of the output
+    float block_squares[16]; // of the output, by block of the cluster
+    alignas(8) uint64_t arrived;  // barrier of the staged state
+};
+
+// One channel of q, k or v: what the convolution needs.
+struct Channel {
+    uint32_t bits[kTaps];    // three of the state, then x
+    uint32_t weight[kTaps];  // raw
+    uint32_t bias;
+};
+
+__device__ __forceinline__ void load_weights(const KdaParams& p, int which, uint32_t channel, Channel& c) {
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap)
+        c.weight[tap] = load_raw(p.conv_weight[which], channel * p.weight_channel + tap * p.weight_tap, p.weight_dtype);
+    c.bias = p.conv_bias[which] ? load_raw(p.conv_bias[which], channel, p.weight_dtype) : 0;
+}
+
+__device__ __forceinline__ void load_x(const KdaParams& p, int which, int64_t row, uint32_t channel, Channel& c) {
+    c.bits[kTaps - 1] = load_bits16(p.x[which], row * p.x_row[which] + channel);
+}
+
+__device__ __forceinline__ uint8_t* conv_state_of(const KdaParams& p, int which, int64_t slot, uint32_t channel) {
+    return p.conv_state[which] + (slot * p.conv_slot[which] + channel * p.conv_channel) * 2;
+}
+
+__device__ __forceinline__ void load_conv_state(const KdaParams& p, int which, int64_t slot, uint32_t channel, Channel& c) {
+    const uint8_t* at = conv_state_of(p, which, slot, channel);
+#pragma unroll
+    for (int tap = 0; tap < kTaps - 1; ++tap) c.bits[tap] = load_bits16(at, tap * p.conv_tap);
+}
+
+__device__ __forceinline__ float convolve(const KdaParams& p, const Channel& c) {
+    float sum = float_from_raw(c.bias, p.weight_dtype);
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap)
+        sum = fmaf(float_from_bits16(c.bits[tap], p.activation), float_from_raw(c.weight[tap], p.weight_dtype), sum);
+    return silu(sum);
+}
+
+__device__ __forceinline__ void store_conv_state(const KdaParams& p, int which, int64_t slot, uint32_t channel, const Channel& c) {
+    uint8_t* at = conv_state_of(p, which, slot, channel);
+#pragma unroll
+    for (int tap = 0; tap < kTaps - 1; ++tap) store_bits16(at, tap * p.conv_tap, c.bits[tap + 1]);
+}
+
+// One cluster is one head of one row of the batch, one block kRows = 128 / kBlocks of its V rows, and kLanes threads one V
+// row at a time, kPasses of them. A block reads and writes its part of the state once (all of it is in flight while the
+// convolution and the gates are computed) and everything of the head that is not state: 4 KB, of which only what is its
+// own is written.
+template <class State, int kBlocks, int kPasses, bool kStaged>
+__device__ __forceinline__ void kda_decode(const KdaParams& p) {
+    constexpr int kRows = kDim / kBlocks;
+    constexpr int kRowsAtOnce = kRows / kPasses;
+    constexpr int kThreads = kRowsAtOnce * kLanes;
+    constexpr int kWarps = kThreads / 32;
+    constexpr int kChannels = (kDim + kThreads - 1) / kThreads;  // of q and k, a thread
+    constexpr int kChunks = kElements / State::kVector;
+    // State in registers needs constant indices; staged state rather saves the registers of an unrolled loop.
+    constexpr int kUnroll = kStaged ? 1 : kChunks;
+    static_assert(kRows <= kThreads, "one thread a row for v and the output");
+    __shared__ Shared<kWarps> shared;
+    extern __shared__ __align__(128) uint8_t staged[];
+
+    const uint32_t thread = threadIdx.x;
+    const uint32_t head_of_batch = blockIdx.x / kBlocks;
+    const uint32_t rank = blockIdx.x % kBlocks;
+    const uint32_t row = p.heads.divide(head_of_batch);
+    const uint32_t head = head_of_batch - row * p.heads.divisor;
+    const uint32_t first_channel = head * kDim;
+    const uint32_t first_v = rank * kRows;
+    // The first threads have a channel of q and one of k (or two of each), the last ones a channel of v. Where these are
+    // different threads, v uses the registers of q.
+    constexpr bool kApart = kThreads >= kDim + kRows;
+    const bool has_channel = kThreads <= kDim || thread < kDim;
+    const bool has_v = thread >= kThreads - kRows;
+    const uint32_t v_row = thread - (kThreads - kRows);
+    const int first_part = kApart && has_v ? 2 : 0;
+    const uint32_t first_at = kApart && has_v ? first_v + v_row : thread;
+    const bool has_first = has_channel || (kApart && has_v);
+
+    // Weights, which no kernel writes, before the wait.
+    Channel q[kChannels], k[kChannels], separate_v;
+    Channel& v = kApart ? q[0] : separate_v;
+    float dt_bias[kChannels];
+    if (has_first) load_weights(p, first_part, first_channel + first_at, q[0]);
+    if (has_channel) {
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+            const uint32_t channel = first_channel + thread + i * kThreads;
+            if (i > 0) load_weights(p, 0, channel, q[i]);
+            load_weights(p, 1, channel, k[i]);
+            dt_bias[i] = p.log_decay ? 0.0f : load_f32(p.dt_bias + channel);
+        }
+    }
+    if (!kApart && has_v) load_weights(p, 2, first_channel + first_v + v_row, v);
+    const float a_log = p.log_decay ? 0.0f : load_f32(p.a_log + head);
+
+    if constexpr (kStaged) {
+        if (thread == 0) init_barrier(&shared.arrived);
+    }
+
+    wait_for_prior_grids();
+    int64_t slot;
+    if (p.wide_indices) {
+        asm volatile("ld.global.s64 %0, [%1];" : "=l"(slot) : "l"(p.indices + row * p.index_stride * 8));
+    } else {
+        int32_t narrow;
+        asm volatile("ld.global.s32 %0, [%1];" : "=r"(narrow) : "l"(p.indices + row * p.index_stride * 4));
+        slot = narrow;
+    }
+    uint32_t gate[kChannels];
+    if (has_first) load_x(p, first_part, row, first_channel + first_at, q[0]);
+    if (has_channel) {
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+            const uint32_t channel = first_channel + thread + i * kThreads;
+            if (i > 0) load_x(p, 0, row, channel, q[i]);
+            load_x(p, 1, row, channel, k[i]);
+            gate[i] = load_raw(p.gate, row * p.gate_row + channel, p.gate_dtype);
+        }
+    }
+    if (!kApart && has_v) load_x(p, 2, row, first_channel + first_v + v_row, v);
+    const uint32_t raw_beta = load_raw(p.beta, row * p.beta_row + head, p.beta_dtype);
+    uint32_t output_gate = 0;
+    float norm_weight = 0.0f;
+    if (p.output_gate && thread < kRows) {
+        output_gate = load_bits16(p.output_gate, row * p.output_gate_row + first_channel + first_v + thread);
+        norm_weight = load_f32(p.norm_weight + first_v + thread);
+    }
+    const int64_t out_at = row * p.out_row + first_channel + first_v + thread;
+
+    if (slot <= p.null_index) {
+        launch_dependent_grids();
+        if (thread < kRows) store_bits16(p.out, out_at, 0);
+        return;
+    }
+
+    if (has_first) load_conv_state(p, first_part, slot, first_channel + first_at, q[0]);
+    if (has_channel) {
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+            const uint32_t channel = first_channel + thread + i * kThreads;
+            if (i > 0) load_conv_state(p, 0, slot, channel, q[i]);
+            load_conv_state(p, 1, slot, channel, k[i]);
+        }
+    }
+    if (!kApart && has_v) load_conv_state(p, 2, slot, first_channel + first_v + v_row, v);
+
+    const uint32_t lane = thread % kLanes;
+    uint8_t* tile = p.state + (slot * p.state_slot + static_cast<int64_t>(head) * (kDim * kDim) +
+                               (first_v + thread / kLanes) * kDim + lane * State::kVector) * State::kBytes;
+    uint4 loaded[kPasses][kChunks];
+    if constexpr (kStaged) {
+        if (thread == 0) copy_to_shared(staged, tile, kRows * kDim * State::kBytes, &shared.arrived);
+    } else {
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk)
+                loaded[pass][chunk] = load_16(tile + (pass * kRowsAtOnce * kDim + chunk * kLanes * State::kVector) * State::kBytes);
+    }
+    // A unit of the thread's state, wherever it is.
+    auto unit = [&](int pass, int chunk) {
+        if constexpr (kStaged) {
+            return *reinterpret_cast<const uint4*>(
+                staged + ((pass * kRowsAtOnce + thread / kLanes) * kDim + (chunk * kLanes + lane) * State::kVector) * State::kBytes);
+        } else {
+            return loaded[pass][chunk];
+        }
+    };
+    launch_dependent_grids();
+    // Tells the cluster that this block runs, so that its shared memory may be written.
+    if constexpr (kBlocks > 1) cluster_arrive_relaxed();
+
+    // Gates first, which arrive with the index, then the convolution, all while the state is on its way.
+    float beta = float_from_raw(raw_beta, p.beta_dtype);
+    if (!p.beta_is_sigmoid) beta = sigmoid(beta);
+    if (p.output_gate) norm_weight *= sigmoid(float_from_bits16(output_gate, p.activation));
+    float sum_q = 0.0f, sum_k = 0.0f, sum_kq = 0.0f;
+    if (has_channel) {
+        const float rate = p.log_decay ? 0.0f : expf(a_log);
+        float decay[kChannels];
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+            float exponent = float_from_raw(gate[i], p.gate_dtype);
+            if (!p.log_decay) {
+                const float raw = exponent + dt_bias[i];
+                exponent = p.bounded ? p.lower_bound * sigmoid(rate * raw) : -rate * softplus(raw);
+            }
+            decay[i] = expf(exponent);
+        }
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+            const float cq = convolve(p, q[i]), ck = convolve(p, k[i]);
+            const uint32_t at = thread + i * kThreads;
+            shared.decay[at] = decay[i];
+            shared.key[at] = ck;
+            shared.decayed_key[at] = decay[i] * ck;
+            shared.decayed_query[at] = decay[i] * cq;
+            sum_q = fmaf(cq, cq, sum_q);
+            sum_k = fmaf(ck, ck, sum_k);
+            sum_kq = fmaf(ck, cq, sum_kq);
+        }
+    }
+    if (has_v) shared.value[v_row] = convolve(p, v);
+    sum_q = sum_over_warp(sum_q);
+    sum_k = sum_over_warp(sum_k);
+    sum_kq = sum_over_warp(sum_kq);
+    if (thread % 32 == 0) {
+        shared.sums[0][thread / 32] = sum_q;
+        shared.sums[1][thread / 32] = sum_k;
+        shared.sums[2][thread / 32] = sum_kq;
+    }
+    __syncthreads();
+    sum_q = sum_k = sum_kq = 0.0f;
+    // Only the warps that have channels hold sums.
+    constexpr int kSums = kThreads < kDim ? kWarps : kDim / 32;
+#pragma unroll
+    for (int warp = 0; warp < kSums; ++warp) {
+        sum_q += shared.sums[0][warp];
+        sum_k += shared.sums[1][warp];
+        sum_kq += shared.sums[2][warp];
+    }
+    const float norm_q = rsqrtf(sum_q + kL2Epsilon) * p.scale;
+    const float norm_k = rsqrtf(sum_k + kL2Epsilon);
+    const float key_query = sum_kq * norm_q * norm_k;
+
+    if constexpr (kStaged) wait_for_copy(&shared.arrived);
+    // state.(decay k) and state.(decay q) of each of the thread's rows.
+    float along_key[kPasses], along_query[kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) along_key[pass] = along_query[pass] = 0.0f;
+#pragma unroll kUnroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+        for (int part = 0; part < State::kVector; part += 4) {
+            const uint32_t at = (chunk * kLanes + lane) * State::kVector + part;
+            const float4 dk = *reinterpret_cast<const float4*>(&shared.decayed_key[at]);
+            const float4 dq = *reinterpret_cast<const float4*>(&shared.decayed_query[at]);
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+                float s[State::kVector];
+                State::unpack(unit(pass, chunk), s);
+                along_key[pass] = fmaf(s[part + 3], dk.w, fmaf(s[part + 2], dk.z, fmaf(s[part + 1], dk.y, fmaf(s[part], dk.x, along_key[pass]))));
+                along_query[pass] = fmaf(s[part + 3], dq.w, fmaf(s[part + 2], dq.z, fmaf(s[part + 1], dq.y, fmaf(s[part], dq.x, along_query[pass]))));
+            }
+        }
+    }
+    float update[kPasses];
+    float squares = 0.0f;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+        for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+            along_key[pass] += __shfl_xor_sync(~0u, along_key[pass], distance);
+            along_query[pass] += __shfl_xor_sync(~0u, along_query[pass], distance);
+        }
+        const uint32_t at = pass * kRowsAtOnce + thread / kLanes;
+        const float delta = (shared.value[at] - along_key[pass] * norm_k) * beta;
+        const float o = fmaf(delta, key_query, along_query[pass] * norm_q);
+        update[pass] = delta * norm_k;
+        if (lane == 0) {
+            shared.output[at] = o;
+            squares = fmaf(o, o, squares);
+        }
+    }
+    // The sum of squares of the whole head: over the warp (lanes other than the first of a row hold zero), the block and the
+    // cluster. It travels while the state is stored.
+    squares = sum_over_warp(squares);
+    if (thread % 32 == 0) shared.squares[thread / 32] = squares;
+    __syncthreads();
+    squares = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) squares += shared.squares[warp];
+    if constexpr (kBlocks > 1) {
+        cluster_wait();
+        if (thread < kBlocks) store_to_block(thread, &shared.block_squares[rank], squares);
+        // It also says that this block has read the convolution state of q and k, which the cluster overwrites below.
+        cluster_arrive();
+    }
+
+#pragma unroll kUnroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+        float decay[State::kVector], key[State::kVector];
+#pragma unroll
+        for (int part = 0; part < State::kVector; part += 4) {
+            const uint32_t at = (chunk * kLanes + lane) * State::kVector + part;
+            const float4 d = *reinterpret_cast<const float4*>(&shared.decay[at]);
+            const float4 c = *reinterpret_cast<const float4*>(&shared.key[at]);
+            decay[part] = d.x, decay[part + 1] = d.y, decay[part + 2] = d.z, decay[part + 3] = d.w;
+            key[part] = c.x, key[part + 1] = c.y, key[part + 2] = c.z, key[part + 3] = c.w;
+        }
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            float s[State::kVector];
+            State::unpack(unit(pass, chunk), s);
+#pragma unroll
+            for (int i = 0; i < State::kVector; ++i) s[i] = fmaf(key[i], update[pass], s[i] * decay[i]);
+            store_16(tile + (pass * kRowsAtOnce * kDim + chunk * kLanes * State::kVector) * State::kBytes, State::pack(s));
+        }
+    }
+
+    if constexpr (kBlocks > 1) {
+        cluster_wait();
+        squares = 0.0f;
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) squares += shared.block_squares[block];
+    }
+    float factor = 1.0f;
+    if (p.output_gate) factor = rsqrtf(squares * (1.0f / kDim) + p.norm_eps) * norm_weight;
+    if (thread < kRows) store_bits16(p.out, out_at, bits16_from_float(shared.output[thread] * factor, p.activation));
+
+    if (has_channel) {
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+            const uint32_t at = thread + i * kThreads;
+            if (kBlocks == 1 || at / kRows == rank) {
+                store_conv_state(p, 0, slot, first_channel + at, q[i]);
+                store_conv_state(p, 1, slot, first_channel + at, k[i]);
+            }
+        }
+    }
+    if (has_v) store_conv_state(p, 2, slot, first_channel + first_v + v_row, v);
+}
+
+}  // namespace
+
+// Instances: state dtype, blocks a head, passes, staged or not, blocks that a multiprocessor should hold. Which one runs:
+// src/ops/kda_decode/cuda.rs.
+#define HOTPATH_KDA(NAME, STATE, BLOCKS, PASSES, STAGED, RESIDENT)                                 \
+    extern "C" __global__ void __launch_bounds__(kDim / BLOCKS / PASSES * kLanes, RESIDENT)        \
+        kda_decode_##NAME(const __grid_constant__ KdaParams p) {                                   \
+        kda_decode<STATE, BLOCKS, PASSES, STAGED>(p);                                              \
+    }
+
+HOTPATH_KDA(f32_quarter, StateF32, 4, 2, false, 1)
+HOTPATH_KDA(f32_half, StateF32, 2, 4, true, 6)
+HOTPATH_KDA(f32_staged, StateF32, 1, 4, true, 3)
+HOTPATH_KDA(f32_whole, StateF32, 1, 4, false, 1)
+HOTPATH_KDA(bf16_half, StateBf16, 2, 4, true, 6)
+HOTPATH_KDA(bf16_staged, StateBf16, 1, 4, true, 3)
+HOTPATH_KDA(fp16_half, StateFp16, 2, 4, true, 6)
+HOTPATH_KDA(fp16_staged, StateFp16, 1, 4, true, 3)
+
+}  // namespace hotpath

@@ -1,0 +1,172 @@
+//! The CUDA implementation: which kernel, and its parameters. The kernels are in `kernels/kda_decode.cu`.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use super::{DECODE, DIM, Gate, Plan, row_stride};
+use crate::cuda::launch::{FastDiv, Launch, Params, launch};
+use crate::cuda::module::Kernel;
+use crate::error::{Error, Result};
+use crate::tensor::DType;
+
+/// A kernel and its shape.
+struct Variant {
+    kernel: &'static Kernel,
+    /// Blocks of a head's cluster.
+    blocks: u32,
+    threads: u32,
+    /// Bytes of state that a block stages in shared memory.
+    staged: u32,
+}
+
+macro_rules! variants {
+    ($($name:ident, $kernel:ident = $symbol:literal, $blocks:literal blocks, $threads:literal threads, $staged:literal staged;)*) => {
+        $(
+            static $kernel: Kernel = Kernel::new("kda_decode", $symbol).with_shared($staged);
+            static $name: Variant = Variant { kernel: &$kernel, blocks: $blocks, threads: $threads, staged: $staged };
+        )*
+        pub const KERNELS: &[&Kernel] = &[$(&$kernel),*];
+    };
+}
+
+variants! {
+    F32_QUARTER, K_F32_QUARTER = c"kda_decode_f32_quarter", 4 blocks, 128 threads, 0 staged;
+    F32_HALF, K_F32_HALF = c"kda_decode_f32_half", 2 blocks, 128 threads, 32768 staged;
+    F32_STAGED, K_F32_STAGED = c"kda_decode_f32_staged", 1 blocks, 256 threads, 65536 staged;
+    F32_WHOLE, K_F32_WHOLE = c"kda_decode_f32_whole", 1 blocks, 256 threads, 0 staged;
+    BF16_HALF, K_BF16_HALF = c"kda_decode_bf16_half", 2 blocks, 128 threads, 16384 staged;
+    BF16_STAGED, K_BF16_STAGED = c"kda_decode_bf16_staged", 1 blocks, 256 threads, 32768 staged;
+    FP16_HALF, K_FP16_HALF = c"kda_decode_fp16_half", 2 blocks, 128 threads, 16384 staged;
+    FP16_STAGED, K_FP16_STAGED = c"kda_decode_fp16_staged", 1 blocks, 256 threads, 32768 staged;
+}
+
+/// Twin of `KdaParams` in the kernels' file. Strides in elements.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct KdaParams {
+    x: [*const u8; 3],
+    conv_weight: [*const u8; 3],
+    conv_bias: [*const u8; 3],
+    conv_state: [*mut u8; 3],
+    gate: *const u8,
+    beta: *const u8,
+    a_log: *const u8,
+    dt_bias: *const u8,
+    output_gate: *const u8,
+    norm_weight: *const u8,
+    state: *mut u8,
+    indices: *const u8,
+    out: *mut u8,
+    x_row: [i64; 3],
+    conv_slot: [i64; 3],
+    conv_channel: i64,
+    conv_tap: i64,
+    weight_channel: i64,
+    weight_tap: i64,
+    gate_row: i64,
+    beta_row: i64,
+    output_gate_row: i64,
+    out_row: i64,
+    state_slot: i64,
+    index_stride: i64,
+    null_index: i64,
+    heads: FastDiv,
+    lower_bound: f32,
+    norm_eps: f32,
+    scale: f32,
+    activation: u32,
+    weight_dtype: u32,
+    gate_dtype: u32,
+    beta_dtype: u32,
+    bounded: u32,
+    log_decay: u32,
+    beta_is_sigmoid: u32,
+    wide_indices: u32,
+}
+
+// SAFETY: repr(C) with the fields of the kernels' KdaParams in their order; padding at the end is not read.
+unsafe impl Params for KdaParams {}
+
+fn dtype_code(dtype: DType) -> u32 {
+    match dtype {
+        DType::BF16 => 0,
+        DType::F16 => 1,
+        DType::F32 => 2,
+        _ => unreachable!("checked dtypes"),
+    }
+}
+
+/// The fastest variant for a number of heads over all rows. From docs/kernels/kda_decode.md.
+fn variant(state: DType, heads: u64) -> &'static Variant {
+    match (state, heads) {
+        (DType::F32, ..=36) => &F32_QUARTER,
+        (DType::F32, ..=288) => &F32_HALF,
+        (DType::F32, ..=576) => &F32_STAGED,
+        (DType::F32, _) => &F32_WHOLE,
+        (DType::BF16, ..=384) => &BF16_HALF,
+        (DType::BF16, _) => &BF16_STAGED,
+        (_, ..=384) => &FP16_HALF,
+        (..) => &FP16_STAGED,
+    }
+}
+
+pub fn run(plan: &Plan<'_>, index: i32, stream: *mut c_void) -> Result<()> {
+    let heads = plan.rows as u64 * plan.heads as u64;
+    if heads >= 1 << 31 {
+        let reason = format!("{} rows of {} heads are more than a launch holds", plan.rows, plan.heads);
+        return Err(Error::Unsupported { op: DECODE.name, reason });
+    }
+    let conv = &plan.conv;
+    let pointer =
+        |tensor: Option<&crate::tensor::Tensor>| tensor.map_or(ptr::null(), |t| t.data.cast_const());
+    let norm = plan.norm.as_ref();
+    let params = KdaParams {
+        x: conv.x.map(<*mut u8>::cast_const),
+        conv_weight: conv.weight.map(<*mut u8>::cast_const),
+        conv_bias: conv.bias.map_or([ptr::null(); 3], |bias| bias.map(<*mut u8>::cast_const)),
+        conv_state: conv.state,
+        gate: plan.gate.data,
+        beta: plan.beta.data,
+        a_log: pointer(plan.a_log),
+        dt_bias: pointer(plan.dt_bias),
+        output_gate: pointer(norm.map(|norm| norm.output_gate)),
+        norm_weight: pointer(norm.map(|norm| norm.weight)),
+        state: plan.state.data,
+        indices: plan.indices.data,
+        out: plan.out.data,
+        x_row: conv.x_row,
+        conv_slot: conv.state_slot,
+        conv_channel: conv.state_channel,
+        conv_tap: conv.state_tap,
+        weight_channel: conv.weight_channel,
+        weight_tap: conv.weight_tap,
+        gate_row: row_stride(plan.gate, 3),
+        beta_row: row_stride(plan.beta, 2),
+        output_gate_row: norm.map_or(0, |norm| row_stride(norm.output_gate, 3)),
+        out_row: row_stride(plan.out, 3),
+        state_slot: plan.state.stride(0),
+        index_stride: plan.indices.stride(0),
+        null_index: plan.null_index,
+        heads: FastDiv::new(plan.heads as u32),
+        lower_bound: if let Gate::Bounded(bound) = plan.gate_kind { bound } else { 0.0 },
+        norm_eps: norm.map_or(0.0, |norm| norm.eps),
+        scale: plan.scale,
+        activation: dtype_code(conv.x_dtype),
+        weight_dtype: dtype_code(conv.weight_dtype),
+        gate_dtype: dtype_code(plan.gate.dtype),
+        beta_dtype: dtype_code(plan.beta.dtype),
+        bounded: matches!(plan.gate_kind, Gate::Bounded(_)).into(),
+        log_decay: matches!(plan.gate_kind, Gate::Log).into(),
+        beta_is_sigmoid: plan.beta_is_sigmoid.into(),
+        wide_indices: (plan.indices.dtype == DType::I64).into(),
+    };
+    let variant = variant(plan.state.dtype, heads);
+    let shape = Launch {
+        grid: heads * u64::from(variant.blocks),
+        block: variant.threads,
+        shared_bytes: variant.staged,
+        cluster: variant.blocks,
+    };
+    debug_assert_eq!(DIM % i64::from(variant.blocks), 0);
+    launch(DECODE.name, variant.kernel, index, stream, shape, &params)
+}

@@ -1,0 +1,454 @@
+//! `kda_decode`: one token a row of Kimi Delta Attention, in place on the convolution and recurrent states.
+//!
+//! This file checks the arguments and makes the [`Plan`] that `cpu.rs` and `cuda.rs` carry out.
+
+mod cpu;
+mod cuda;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyList, PyTuple};
+
+use super::Op;
+use crate::dlpack::Arguments;
+use crate::error::{Error, Result};
+use crate::tensor::{DType, Device, Tensor};
+
+pub const DECODE: Op = Op { name: "kda_decode", stem: "kda_decode", kernels: cuda::KERNELS };
+
+/// Of K and of V.
+const DIM: i64 = 128;
+const TAPS: i64 = 4;
+/// Columns of the convolution state that a token reads and moves.
+const STATE_TAPS: i64 = TAPS - 1;
+/// Alignment in bytes of caches and of the distance between their slots.
+const CACHE_ALIGNMENT: i64 = 16;
+const L2_EPSILON: f32 = 1e-6;
+/// `DIM^-0.5`.
+const DEFAULT_SCALE: f32 = 0.088_388_346;
+
+/// q, k or v of an argument that may come as one tensor of all three: where its first element is.
+type Three = [*mut u8; 3];
+
+/// Strides in elements.
+struct Conv {
+    x: Three,
+    x_row: [i64; 3],
+    x_dtype: DType,
+    weight: Three,
+    weight_channel: i64,
+    weight_tap: i64,
+    weight_dtype: DType,
+    bias: Option<Three>,
+    state: Three,
+    state_slot: [i64; 3],
+    state_channel: i64,
+    state_tap: i64,
+}
+
+/// How `raw_gate` becomes the log of the decay.
+#[derive(Clone, Copy)]
+enum Gate {
+    /// It is the log decay.
+    Log,
+    /// `lower_bound * sigmoid(exp(a_log) * (gate + dt_bias))`.
+    Bounded(f32),
+    /// `-exp(a_log) * softplus(gate + dt_bias)`.
+    Unbounded,
+}
+
+/// Checked arguments.
+struct Plan<'a> {
+    rows: i64,
+    heads: i64,
+    conv: Conv,
+    gate: &'a Tensor,
+    gate_kind: Gate,
+    beta: &'a Tensor,
+    beta_is_sigmoid: bool,
+    a_log: Option<&'a Tensor>,
+    dt_bias: Option<&'a Tensor>,
+    state: &'a Tensor,
+    indices: &'a Tensor,
+    norm: Option<Norm<'a>>,
+    scale: f32,
+    null_index: i64,
+    out: &'a Tensor,
+}
+
+// SAFETY: the pointers are those of tensors that the caller keeps alive for the call.
+unsafe impl Sync for Plan<'_> {}
+
+struct Norm<'a> {
+    output_gate: &'a Tensor,
+    weight: &'a Tensor,
+    eps: f32,
+}
+
+/// One tensor of q, k and v together, or three.
+struct Parts {
+    tensors: [Tensor; 3],
+    count: usize,
+}
+
+impl Parts {
+    fn read<'py>(
+        arguments: &mut Arguments<'py>,
+        name: &'static str,
+        object: &Bound<'py, PyAny>,
+    ) -> Result<Self> {
+        let mut parts = Self { tensors: [const { Tensor::unset("", "") }; 3], count: 1 };
+        for tensor in &mut parts.tensors {
+            *tensor = Tensor::unset(DECODE.name, name);
+        }
+        if !object.is_instance_of::<PyList>() && !object.is_instance_of::<PyTuple>() {
+            arguments.read(object, &mut parts.tensors[0])?;
+            return Ok(parts);
+        }
+        let items: Vec<Bound<'py, PyAny>> = object.try_iter()?.collect::<PyResult<_>>()?;
+        if items.len() != 3 {
+            return Err(Error::Value {
+                op: DECODE.name,
+                argument: name,
+                expected: "one tensor, or three of q, k and v".into(),
+                got: format!("{} tensors", items.len()),
+            });
+        }
+        parts.count = 3;
+        for (tensor, item) in parts.tensors.iter_mut().zip(&items) {
+            arguments.read(item, tensor)?;
+        }
+        Ok(parts)
+    }
+
+    fn given(&self) -> &[Tensor] {
+        &self.tensors[..self.count]
+    }
+
+    fn first(&self) -> &Tensor {
+        &self.tensors[0]
+    }
+
+    /// The pointers to q, k and v. In one tensor, they lie `step` elements apart.
+    fn pointers(&self, step: i64) -> Three {
+        std::array::from_fn(|part| {
+            if self.count == 3 {
+                self.tensors[part].data
+            } else {
+                let bytes = part as i64 * step * self.tensors[0].dtype.size() as i64;
+                self.tensors[0].data.wrapping_offset(bytes as isize)
+            }
+        })
+    }
+
+    fn strides(&self, dim: usize) -> [i64; 3] {
+        std::array::from_fn(|part| self.tensors[if self.count == 3 { part } else { 0 }].stride(dim))
+    }
+}
+
+/// Rows of heads `[rows, heads, dim]`, or with a leading 1: returns the stride of the rows, in elements.
+fn check_rows(tensor: &Tensor, shape: &[i64], why: &str) -> Result<i64> {
+    let leading = usize::from(tensor.shape().len() == shape.len() + 1 && tensor.shape()[0] == 1);
+    if &tensor.shape()[leading..] != shape {
+        return Err(tensor.value_error(format!("shape {shape:?}, or the same behind a 1 ({why})")));
+    }
+    let mut expected = 1;
+    for dim in (1..shape.len()).rev() {
+        let stride = tensor.stride(leading + dim);
+        if shape[dim] > 1 && stride != expected {
+            return Err(tensor.value_error("contiguous rows (dimensions behind the first)"));
+        }
+        expected *= shape[dim];
+    }
+    Ok(tensor.stride(leading))
+}
+
+fn check_vector(tensor: &Tensor, elements: i64, why: &str, dtypes: &[DType]) -> Result<()> {
+    tensor.expect_dtype(dtypes)?;
+    if tensor.numel() != elements {
+        return Err(tensor.value_error(format!("{elements} elements ({why})")));
+    }
+    tensor.expect_contiguous()?;
+    tensor.expect_aligned(tensor.dtype.size())
+}
+
+fn check_cache(tensor: &Tensor) -> Result<()> {
+    tensor.expect_writable()?;
+    tensor.expect_aligned(CACHE_ALIGNMENT as usize)?;
+    if tensor.byte_stride(0) % CACHE_ALIGNMENT != 0 {
+        return Err(tensor.value_error(format!("slots a multiple of {CACHE_ALIGNMENT} bytes apart")));
+    }
+    Ok(())
+}
+
+impl Conv {
+    fn check(
+        x: &Parts,
+        weight: &Parts,
+        bias: Option<&Parts>,
+        state: &Parts,
+        rows: i64,
+        heads: i64,
+    ) -> Result<Self> {
+        let channels = heads * DIM;
+        let x_dtype = x.first().dtype;
+        for tensor in x.given() {
+            tensor.expect_dtype(&[DType::BF16, DType::F16])?;
+            if tensor.dtype != x_dtype {
+                return Err(tensor.type_error(format!("dtype {x_dtype} (that of q)")));
+            }
+            let width = if x.count == 3 { channels } else { 3 * channels };
+            tensor.expect_shape(&[rows, width], "rows of state_indices, channels of q, k and v")?;
+            tensor.expect_last_stride_1()?;
+        }
+
+        let weight_dtype = weight.first().dtype;
+        for tensor in weight.given() {
+            if weight.count == 3 {
+                tensor.expect_dtype(&[DType::F32, x_dtype])?;
+                if tensor.dtype != weight_dtype {
+                    return Err(tensor.type_error(format!("dtype {weight_dtype} (that of q's)")));
+                }
+                if tensor.shape() != [channels, 1, TAPS] && tensor.shape() != [channels, TAPS] {
+                    return Err(
+                        tensor.value_error(format!("shape [{channels}, 1, {TAPS}] or [{channels}, {TAPS}]"))
+                    );
+                }
+            } else {
+                tensor.expect_dtype(&[DType::F32])?;
+                tensor.expect_shape(&[3, TAPS, channels], "q, k and v; taps; channels")?;
+            }
+            tensor.expect_contiguous()?;
+            tensor.expect_aligned(weight_dtype.size())?;
+        }
+        let (weight_channel, weight_tap) = if weight.count == 3 { (TAPS, 1) } else { (1, channels) };
+
+        if let Some(bias) = bias {
+            for tensor in bias.given() {
+                let elements = if bias.count == 3 { channels } else { 3 * channels };
+                check_vector(tensor, elements, "channels", &[weight_dtype])?;
+            }
+        }
+
+        let (state_channel, state_tap) = (state.strides(1)[0], state.strides(2)[0]);
+        for tensor in state.given() {
+            if tensor.dtype != x_dtype {
+                return Err(tensor.type_error(format!("dtype {x_dtype} (that of x)")));
+            }
+            tensor.expect_rank(&["slots", "channels", "columns"])?;
+            let (slots, columns) = (tensor.shape()[0], tensor.shape()[2]);
+            let width = if state.count == 3 { channels } else { 3 * channels };
+            if tensor.shape()[1] != width || columns < STATE_TAPS {
+                return Err(tensor.value_error(format!("shape [slots, {width}, {STATE_TAPS} or more]")));
+            }
+            if slots > 0 && (tensor.stride(1), tensor.stride(2)) != (state_channel, state_tap) {
+                return Err(tensor.value_error("the channel and column strides of q's"));
+            }
+            check_cache(tensor)?;
+        }
+        Ok(Self {
+            x: x.pointers(channels),
+            x_row: x.strides(0),
+            x_dtype,
+            weight: weight.pointers(TAPS * channels),
+            weight_channel,
+            weight_tap,
+            weight_dtype,
+            bias: bias.map(|bias| bias.pointers(channels)),
+            state: state.pointers(channels * state_channel),
+            state_slot: state.strides(0),
+            state_channel,
+            state_tap,
+        })
+    }
+}
+
+/// Everything but the tensors.
+struct Options {
+    lower_bound: Option<f64>,
+    norm_eps: f64,
+    scale: Option<f64>,
+    null_index: i64,
+    gate_is_log_decay: bool,
+    beta_is_sigmoid: bool,
+}
+
+#[pyfunction]
+#[pyo3(signature = (x, conv_weight, conv_state, raw_gate, raw_beta, a_log, dt_bias, state, state_indices, conv_bias,
+    lower_bound, output_gate, norm_weight, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid, out,
+    allocate, /))]
+pub fn kda_decode<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    conv_weight: &Bound<'py, PyAny>,
+    conv_state: &Bound<'py, PyAny>,
+    raw_gate: &Bound<'py, PyAny>,
+    raw_beta: &Bound<'py, PyAny>,
+    a_log: Option<&Bound<'py, PyAny>>,
+    dt_bias: Option<&Bound<'py, PyAny>>,
+    state: &Bound<'py, PyAny>,
+    state_indices: &Bound<'py, PyAny>,
+    conv_bias: Option<&Bound<'py, PyAny>>,
+    lower_bound: Option<f64>,
+    output_gate: Option<&Bound<'py, PyAny>>,
+    norm_weight: Option<&Bound<'py, PyAny>>,
+    norm_eps: f64,
+    scale: Option<f64>,
+    null_index: i64,
+    gate_is_log_decay: bool,
+    beta_is_sigmoid: bool,
+    out: Option<&Bound<'py, PyAny>>,
+    allocate: &Bound<'py, PyAny>,
+) -> Result<Bound<'py, PyAny>> {
+    let op = DECODE.name;
+    let options = Options { lower_bound, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid };
+    let mut arguments = Arguments::new(py);
+    let mut pool = Tensor::unset(op, "state");
+    arguments.read(state, &mut pool)?;
+    let mut indices = Tensor::unset(op, "state_indices");
+    arguments.read(state_indices, &mut indices)?;
+    let (rows, heads) = check_state(&pool, &indices)?;
+
+    let x = Parts::read(&mut arguments, "x", x)?;
+    let weight = Parts::read(&mut arguments, "conv_weight", conv_weight)?;
+    let conv_pool = Parts::read(&mut arguments, "conv_state", conv_state)?;
+    let bias = conv_bias.map(|bias| Parts::read(&mut arguments, "conv_bias", bias)).transpose()?;
+    let conv = Conv::check(&x, &weight, bias.as_ref(), &conv_pool, rows, heads)?;
+    let activation = conv.x_dtype;
+
+    let mut gate = Tensor::unset(op, "raw_gate");
+    arguments.read(raw_gate, &mut gate)?;
+    gate.expect_dtype(&[activation, DType::F32])?;
+    check_rows(&gate, &[rows, heads, DIM], "rows, heads and dimension")?;
+    let mut beta = Tensor::unset(op, "raw_beta");
+    arguments.read(raw_beta, &mut beta)?;
+    beta.expect_dtype(&[activation, DType::F32])?;
+    check_rows(&beta, &[rows, heads], "rows and heads")?;
+
+    let (mut rate, mut offset) = (Tensor::unset(op, "a_log"), Tensor::unset(op, "dt_bias"));
+    let rate = read_gate_vector(&mut arguments, a_log, &mut rate, heads, &options)?;
+    let offset = read_gate_vector(&mut arguments, dt_bias, &mut offset, heads * DIM, &options)?;
+
+    let (mut final_gate, mut final_weight) =
+        (Tensor::unset(op, "output_gate"), Tensor::unset(op, "norm_weight"));
+    let norm = match (output_gate, norm_weight) {
+        (None, None) => None,
+        (Some(gate), Some(weight)) => {
+            arguments.read(gate, &mut final_gate)?;
+            final_gate.expect_dtype(&[activation])?;
+            check_rows(&final_gate, &[rows, heads, DIM], "rows, heads and dimension")?;
+            arguments.read(weight, &mut final_weight)?;
+            check_vector(&final_weight, DIM, "dimension", &[DType::F32])?;
+            Some(Norm { output_gate: &final_gate, weight: &final_weight, eps: options.norm_eps as f32 })
+        }
+        (gate, _) => {
+            let (argument, other) =
+                if gate.is_some() { ("norm_weight", "output_gate") } else { ("output_gate", "norm_weight") };
+            return Err(Error::Value {
+                op,
+                argument,
+                expected: format!("a tensor, as {other} is given"),
+                got: "None".into(),
+            });
+        }
+    };
+
+    let object = match out {
+        Some(out) => out.clone(),
+        None => allocate.call1((pool.device.to_string(), [rows, heads, DIM], activation.torch_name()))?,
+    };
+    let mut stored = Tensor::unset(op, "out");
+    arguments.read(&object, &mut stored)?;
+    stored.expect_dtype(&[activation])?;
+    check_rows(&stored, &[rows, heads, DIM], "rows, heads and dimension")?;
+    if rows > 1 && row_stride(&stored, 3).abs() < heads * DIM {
+        return Err(stored.value_error("rows apart from each other"));
+    }
+    stored.expect_writable()?;
+
+    let inputs = [&indices, &gate, &beta].into_iter().chain(rate).chain(offset);
+    let inputs = inputs.chain(norm.iter().flat_map(|norm| [norm.output_gate, norm.weight]));
+    let inputs = inputs.chain(x.given()).chain(weight.given()).chain(conv_pool.given());
+    for tensor in inputs.chain(bias.iter().flat_map(Parts::given)).chain([&pool]) {
+        tensor.expect_device(pool.device, "state")?;
+        stored.expect_apart_from(tensor)?;
+    }
+    stored.expect_device(pool.device, "state")?;
+
+    if rows > 0 {
+        let gate_kind = match options.lower_bound {
+            _ if options.gate_is_log_decay => Gate::Log,
+            Some(bound) => Gate::Bounded(bound as f32),
+            None => Gate::Unbounded,
+        };
+        let plan = Plan {
+            rows,
+            heads,
+            conv,
+            gate: &gate,
+            gate_kind,
+            beta: &beta,
+            beta_is_sigmoid: options.beta_is_sigmoid,
+            a_log: rate,
+            dt_bias: offset,
+            state: &pool,
+            indices: &indices,
+            norm,
+            scale: options.scale.map_or(DEFAULT_SCALE, |scale| scale as f32),
+            null_index: options.null_index,
+            out: &stored,
+        };
+        match pool.device {
+            Device::Cpu => py.detach(|| cpu::run(&plan)),
+            Device::Cuda(index) => cuda::run(&plan, index, arguments.current_stream(index)?)?,
+            Device::Other(_) => unreachable!("check_state refuses it"),
+        }
+    }
+    Ok(object)
+}
+
+/// Stride in elements of the rows of `[rows, ...]` or `[1, rows, ...]` with `rank` dimensions from the rows on.
+fn row_stride(tensor: &Tensor, rank: usize) -> i64 {
+    tensor.stride(tensor.shape().len() - rank)
+}
+
+/// Checks the recurrent state and its indices. Returns rows and heads.
+fn check_state(state: &Tensor, indices: &Tensor) -> Result<(i64, i64)> {
+    state.expect_dtype(&[DType::F32, DType::BF16, DType::F16])?;
+    state.expect_rank(&["slots", "heads", "V", "K"])?;
+    let heads = state.shape()[1];
+    if heads < 1 || state.shape()[2..] != [DIM, DIM] {
+        return Err(state.value_error(format!("shape [slots, heads, {DIM}, {DIM}] with at least one head")));
+    }
+    if matches!(state.device, Device::Other(_)) {
+        return Err(state.value_error("a tensor on a CPU or CUDA device"));
+    }
+    if state.stride(3) != 1 || state.stride(2) != DIM || (heads > 1 && state.stride(1) != DIM * DIM) {
+        return Err(state.value_error("contiguous slots (dimensions behind the first)"));
+    }
+    check_cache(state)?;
+    indices.expect_dtype(&[DType::I32, DType::I64])?;
+    match *indices.shape() {
+        [rows] | [rows, 1] => Ok((rows, heads)),
+        _ => Err(indices.value_error("shape [rows] or [rows, 1]")),
+    }
+}
+
+/// `a_log` and `dt_bias`: there unless the gate is the log decay already.
+fn read_gate_vector<'a, 'py>(
+    arguments: &mut Arguments<'py>,
+    object: Option<&Bound<'py, PyAny>>,
+    out: &'a mut Tensor,
+    elements: i64,
+    options: &Options,
+) -> Result<Option<&'a Tensor>> {
+    let Some(object) = object else {
+        if options.gate_is_log_decay {
+            return Ok(None);
+        }
+        let expected = "a tensor, unless gate_is_log_decay is set".into();
+        return Err(Error::Value { op: out.op, argument: out.name, expected, got: "None".into() });
+    };
+    arguments.read(object, out)?;
+    check_vector(out, elements, "heads, or heads * 128", &[DType::F32])?;
+    Ok(Some(out))
+}
