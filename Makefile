@@ -1,13 +1,16 @@
-# demo and test need Rust, a C++ compiler and Python 3.10 or newer; everything else is installed into .venv.
+# demo and test need Rust 1.90, a C++ compiler and Python 3.10, or newer; everything else is installed into .venv and .nvcc.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VERSIONS := 0.33.0 0.22.1
 # Tests that also run inside vLLM's environments, on the torch that each pins.
-VLLM_TESTS := tests/test_mla_kv_pack.py tests/test_mla_kv_pack_errors.py tests/test_dlpack.py tests/test_torch_ops.py
+VLLM_TESTS := $(filter-out %_gpu.py,$(wildcard tests/test_mla_*.py tests/test_kda_*.py)) tests/test_dlpack.py tests/test_torch_ops.py
 
-# Plain cargo finds libpython and nvcc through this Python; maturin sets it by itself.
+# Plain cargo finds libpython through this Python; maturin sets it by itself.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
+# nvcc lies apart from .venv, whose torch brings a CUDA runtime of its own.
+NVCC := .nvcc
+export CUDA_HOME := $(abspath $(NVCC)/nvidia/cu13)
 # maturin looks for zig and the venv's Python there.
 export PATH := $(abspath $(BIN)):$(PATH)
 export VIRTUAL_ENV := $(abspath $(VENV))
@@ -54,9 +57,12 @@ gpu-check: $(if $(WHEEL),,build)
 build: $(VENV)/.built
 
 $(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "$(PYTHON) is older than 3.10: set PYTHON")'
+	cargo --version
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --group dev
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(NVCC) --group nvcc
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
@@ -70,4 +76,4 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf target dist $(VENV) $(addprefix .venv-vllm-,$(VLLM_VERSIONS)) python/vllm_hotpath/_core*.so
+	rm -rf target dist $(VENV) $(NVCC) .mypy_cache .pytest_cache .ruff_cache .hypothesis $(addprefix .venv-vllm-,$(VLLM_VERSIONS)) python/vllm_hotpath/_core*.so

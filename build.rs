@@ -18,7 +18,7 @@ const FLAGS: [&str; 6] =
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rerun-if-changed=kernels");
-    for variable in ["PYO3_PYTHON", "PYTHON_SYS_EXECUTABLE", "CUDA_HOME"] {
+    for variable in ["PYO3_PYTHON", "PYTHON_SYS_EXECUTABLE", "CUDA_HOME", "PATH"] {
         println!("cargo:rerun-if-env-changed={variable}");
     }
 

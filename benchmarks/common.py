@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_hotpath._registry import OPS
 from vllm_hotpath.bench import environment, report, runner
-from vllm_hotpath.bench.ops import OPS, load
+from vllm_hotpath.bench.ops import load
 from vllm_hotpath.cli.bench import measure, select, show
 from vllm_hotpath.cli.console import CannotRunError, fail, resolve_device
 
@@ -48,8 +49,6 @@ def main(stem: str, description: str, argv: Sequence[str] | None = None) -> int:
     command = f"{parser.prog} --quick" if arguments.quick else parser.prog
     facts = environment.collect(command, device, ROOT)
     show(rows, facts)
-    spec = load(stem)
     name = f"{environment.slug(device)}-{stem}"
-    out = arguments.out or RESULTS
-    report.write_pages(out, name, stem, facts, rows, peer=spec.peer, torch_ops=spec.torch_ops)
+    report.write_pages(arguments.out or RESULTS, name, load(stem), facts, rows)
     return 0

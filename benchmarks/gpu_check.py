@@ -30,6 +30,10 @@ def main() -> int:
         write_page(arguments.page_only, arguments.out)
         return 0
 
+    probe = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if subprocess.run([sys.executable, "-c", probe], check=False).returncode:
+        print(f"{PROG}: it needs a CUDA GPU", file=sys.stderr)
+        return 1
     with tempfile.TemporaryDirectory() as scratch:
         environment = os.environ | {"HOTPATH_REQUIRE_GPU": "1"}
         if arguments.wheel:

@@ -10,8 +10,7 @@ struct StreamParams {
     uint64_t read_units, write_units;
 };
 
-// One unit of either side a thread, the fastest of the mappings tried (docs/kernels/mla_kv_pack.md). A thread writes what
-// it read, so no load can be dropped; where there is more to read than to write, the rest is kept by a store that the
+// One unit of either side a thread. A thread writes what it read, so no load can be dropped; where there is more to read than to write, the rest is kept by a store that the
 // host's buffers never trigger.
 constexpr int kStreamThreads = 256;
 

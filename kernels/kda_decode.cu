@@ -53,6 +53,7 @@ struct KdaParams {
     uint32_t beta_is_sigmoid;
     uint32_t wide_indices;   // int64
 };
+static_assert(sizeof(KdaParams) == 360, "the host's twin has this size");
 
 __device__ __forceinline__ float float_from_bits16(uint32_t bits, uint32_t dtype) {
     return dtype == kBf16 ? __uint_as_float(bits << 16) : floats_from_f16x2(bits).x;
@@ -165,6 +166,17 @@ __device__ __forceinline__ void store_to_block(uint32_t rank, const float* share
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
 }
 
+// Over the kLanes threads of a state row; all of them get the sum.
+__device__ __forceinline__ float sum_over_row(float x) {
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+    return x;
+}
+
+__device__ __forceinline__ float dot4(const float* a, float4 b, float sum) {
+    return fmaf(a[3], b.w, fmaf(a[2], b.z, fmaf(a[1], b.y, fmaf(a[0], b.x, sum))));
+}
+
 __device__ __forceinline__ float sum_over_warp(float x) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
@@ -250,13 +262,14 @@ __device__ __forceinline__ void store_conv_state(const KdaParams& p, int which, 
 }
 
 // One cluster is one head of one row of the batch, one block kRows = 128 / kBlocks of its V rows, and kLanes threads one V
-// row at a time, kPasses of them. A block reads and writes its part of the state once (all of it is in flight while the
-// convolution and the gates are computed) and everything of the head that is not state: 4 KB, of which only what is its
-// own is written.
-template <class State, int kBlocks, int kPasses, bool kStaged>
+// row at a time, kPasses of them in each of kSteps steps. A block moves its part of the state once and loads a step's state
+// at a time, in registers or staged in shared memory; the first step's is in flight while the convolution and the gates are
+// computed. Beside its state a block reads everything of the head, 6 KB, of which it writes what is its own: splitting a head
+// shortens the way of a small batch, and costs a large one.
+template <class State, int kBlocks, int kSteps, int kPasses, bool kStaged>
 __device__ __forceinline__ void kda_decode(const KdaParams& p) {
     constexpr int kRows = kDim / kBlocks;
-    constexpr int kRowsAtOnce = kRows / kPasses;
+    constexpr int kRowsAtOnce = kRows / kSteps / kPasses;
     constexpr int kThreads = kRowsAtOnce * kLanes;
     constexpr int kWarps = kThreads / 32;
     constexpr int kChannels = (kDim + kThreads - 1) / kThreads;  // of q and k, a thread
@@ -355,21 +368,27 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
     const uint32_t lane = thread % kLanes;
     uint8_t* tile = p.state + (slot * p.state_slot + static_cast<int64_t>(head) * (kDim * kDim) +
                                (first_v + thread / kLanes) * kDim + lane * State::kVector) * State::kBytes;
+    static_assert(!kStaged || kSteps == 1, "staged state arrives at once");
+    auto unit_at = [&](int step, int pass, int chunk) {
+        return ((step * kPasses + pass) * kRowsAtOnce * kDim + chunk * kLanes * State::kVector) * State::kBytes;
+    };
     uint4 loaded[kPasses][kChunks];
-    if constexpr (kStaged) {
-        if (thread == 0) copy_to_shared(staged, tile, kRows * kDim * State::kBytes, &shared.arrived);
-    } else {
+    auto load_step = [&](int step) {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass)
 #pragma unroll
-            for (int chunk = 0; chunk < kChunks; ++chunk)
-                loaded[pass][chunk] = load_16(tile + (pass * kRowsAtOnce * kDim + chunk * kLanes * State::kVector) * State::kBytes);
+            for (int chunk = 0; chunk < kChunks; ++chunk) loaded[pass][chunk] = load_16(tile + unit_at(step, pass, chunk));
+    };
+    if constexpr (kStaged) {
+        if (thread == 0) copy_to_shared(staged, tile, kRows * kDim * State::kBytes, &shared.arrived);
+    } else {
+        load_step(0);
     }
-    // A unit of the thread's state, wherever it is.
+    // A unit of this step's state, wherever it is.
     auto unit = [&](int pass, int chunk) {
         if constexpr (kStaged) {
-            return *reinterpret_cast<const uint4*>(
-                staged + ((pass * kRowsAtOnce + thread / kLanes) * kDim + (chunk * kLanes + lane) * State::kVector) * State::kBytes);
+            return *reinterpret_cast<const uint4*>(staged + (thread / kLanes * kDim + lane * State::kVector) * State::kBytes +
+                                                   unit_at(0, pass, chunk));
         } else {
             return loaded[pass][chunk];
         }
@@ -431,81 +450,81 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
     const float norm_k = rsqrtf(sum_k + kL2Epsilon);
     const float key_query = sum_kq * norm_q * norm_k;
 
+    // The sum of squares of the whole head: over the warp (lanes other than the first of a row hold zero), the block and the
+    // cluster.
+    float squares = 0.0f;
+    auto share_squares = [&] {
+        squares = sum_over_warp(squares);
+        if (thread % 32 == 0) shared.squares[thread / 32] = squares;
+        __syncthreads();
+        squares = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) squares += shared.squares[warp];
+        if constexpr (kBlocks > 1) {
+            cluster_wait();
+            if (thread < kBlocks) store_to_block(thread, &shared.block_squares[rank], squares);
+            // It also says that this block has read the convolution state of q and k, which the cluster overwrites below.
+            cluster_arrive();
+        }
+    };
+
     if constexpr (kStaged) wait_for_copy(&shared.arrived);
-    // state.(decay k) and state.(decay q) of each of the thread's rows.
-    float along_key[kPasses], along_query[kPasses];
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) along_key[pass] = along_query[pass] = 0.0f;
+    for (int step = 0; step < kSteps; ++step) {
+        // state.(decay k) and state.(decay q) of each of the thread's rows.
+        float along_key[kPasses], along_query[kPasses], update[kPasses];
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) along_key[pass] = along_query[pass] = 0.0f;
 #pragma unroll kUnroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
-        for (int part = 0; part < State::kVector; part += 4) {
-            const uint32_t at = (chunk * kLanes + lane) * State::kVector + part;
-            const float4 dk = *reinterpret_cast<const float4*>(&shared.decayed_key[at]);
-            const float4 dq = *reinterpret_cast<const float4*>(&shared.decayed_query[at]);
+            for (int part = 0; part < State::kVector; part += 4) {
+                const uint32_t at = (chunk * kLanes + lane) * State::kVector + part;
+                const float4 dk = *reinterpret_cast<const float4*>(&shared.decayed_key[at]);
+                const float4 dq = *reinterpret_cast<const float4*>(&shared.decayed_query[at]);
+#pragma unroll
+                for (int pass = 0; pass < kPasses; ++pass) {
+                    float s[State::kVector];
+                    State::unpack(unit(pass, chunk), s);
+                    along_key[pass] = dot4(s + part, dk, along_key[pass]);
+                    along_query[pass] = dot4(s + part, dq, along_query[pass]);
+                }
+            }
+        }
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const uint32_t at = (step * kPasses + pass) * kRowsAtOnce + thread / kLanes;
+            const float delta = (shared.value[at] - sum_over_row(along_key[pass]) * norm_k) * beta;
+            const float o = fmaf(delta, key_query, sum_over_row(along_query[pass]) * norm_q);
+            update[pass] = delta * norm_k;
+            if (lane == 0) {
+                shared.output[at] = o;
+                squares = fmaf(o, o, squares);
+            }
+        }
+        // Before the stores, so that it travels meanwhile.
+        if constexpr (kSteps == 1) share_squares();
+#pragma unroll kUnroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            float decay[State::kVector], key[State::kVector];
+#pragma unroll
+            for (int part = 0; part < State::kVector; part += 4) {
+                const uint32_t at = (chunk * kLanes + lane) * State::kVector + part;
+                *reinterpret_cast<float4*>(decay + part) = *reinterpret_cast<const float4*>(&shared.decay[at]);
+                *reinterpret_cast<float4*>(key + part) = *reinterpret_cast<const float4*>(&shared.key[at]);
+            }
 #pragma unroll
             for (int pass = 0; pass < kPasses; ++pass) {
                 float s[State::kVector];
                 State::unpack(unit(pass, chunk), s);
-                along_key[pass] = fmaf(s[part + 3], dk.w, fmaf(s[part + 2], dk.z, fmaf(s[part + 1], dk.y, fmaf(s[part], dk.x, along_key[pass]))));
-                along_query[pass] = fmaf(s[part + 3], dq.w, fmaf(s[part + 2], dq.z, fmaf(s[part + 1], dq.y, fmaf(s[part], dq.x, along_query[pass]))));
+#pragma unroll
+                for (int i = 0; i < State::kVector; ++i) s[i] = fmaf(key[i], update[pass], s[i] * decay[i]);
+                store_16(tile + unit_at(step, pass, chunk), State::pack(s));
             }
         }
+        if (step + 1 < kSteps) load_step(step + 1);
     }
-    float update[kPasses];
-    float squares = 0.0f;
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-        for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-            along_key[pass] += __shfl_xor_sync(~0u, along_key[pass], distance);
-            along_query[pass] += __shfl_xor_sync(~0u, along_query[pass], distance);
-        }
-        const uint32_t at = pass * kRowsAtOnce + thread / kLanes;
-        const float delta = (shared.value[at] - along_key[pass] * norm_k) * beta;
-        const float o = fmaf(delta, key_query, along_query[pass] * norm_q);
-        update[pass] = delta * norm_k;
-        if (lane == 0) {
-            shared.output[at] = o;
-            squares = fmaf(o, o, squares);
-        }
-    }
-    // The sum of squares of the whole head: over the warp (lanes other than the first of a row hold zero), the block and the
-    // cluster. It travels while the state is stored.
-    squares = sum_over_warp(squares);
-    if (thread % 32 == 0) shared.squares[thread / 32] = squares;
-    __syncthreads();
-    squares = 0.0f;
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) squares += shared.squares[warp];
-    if constexpr (kBlocks > 1) {
-        cluster_wait();
-        if (thread < kBlocks) store_to_block(thread, &shared.block_squares[rank], squares);
-        // It also says that this block has read the convolution state of q and k, which the cluster overwrites below.
-        cluster_arrive();
-    }
-
-#pragma unroll kUnroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-        float decay[State::kVector], key[State::kVector];
-#pragma unroll
-        for (int part = 0; part < State::kVector; part += 4) {
-            const uint32_t at = (chunk * kLanes + lane) * State::kVector + part;
-            const float4 d = *reinterpret_cast<const float4*>(&shared.decay[at]);
-            const float4 c = *reinterpret_cast<const float4*>(&shared.key[at]);
-            decay[part] = d.x, decay[part + 1] = d.y, decay[part + 2] = d.z, decay[part + 3] = d.w;
-            key[part] = c.x, key[part + 1] = c.y, key[part + 2] = c.z, key[part + 3] = c.w;
-        }
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-            float s[State::kVector];
-            State::unpack(unit(pass, chunk), s);
-#pragma unroll
-            for (int i = 0; i < State::kVector; ++i) s[i] = fmaf(key[i], update[pass], s[i] * decay[i]);
-            store_16(tile + (pass * kRowsAtOnce * kDim + chunk * kLanes * State::kVector) * State::kBytes, State::pack(s));
-        }
-    }
-
+    if constexpr (kSteps > 1) share_squares();
     if constexpr (kBlocks > 1) {
         cluster_wait();
         squares = 0.0f;
@@ -531,21 +550,27 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
 
 }  // namespace
 
-// Instances: state dtype, blocks a head, passes, staged or not, blocks that a multiprocessor should hold. Which one runs:
+// Instances: state dtype, blocks a head, steps, passes, staged or not, blocks that a multiprocessor should hold. Which one runs:
 // src/ops/kda_decode/cuda.rs.
-#define HOTPATH_KDA(NAME, STATE, BLOCKS, PASSES, STAGED, RESIDENT)                                 \
-    extern "C" __global__ void __launch_bounds__(kDim / BLOCKS / PASSES * kLanes, RESIDENT)        \
-        kda_decode_##NAME(const __grid_constant__ KdaParams p) {                                   \
-        kda_decode<STATE, BLOCKS, PASSES, STAGED>(p);                                              \
+#define HOTPATH_KDA(NAME, STATE, BLOCKS, STEPS, PASSES, STAGED, RESIDENT)                              \
+    extern "C" __global__ void __launch_bounds__(kDim / BLOCKS / STEPS / PASSES * kLanes, RESIDENT)    \
+        kda_decode_##NAME(const __grid_constant__ KdaParams p) {                                       \
+        kda_decode<STATE, BLOCKS, STEPS, PASSES, STAGED>(p);                                           \
     }
 
-HOTPATH_KDA(f32_quarter, StateF32, 4, 2, false, 1)
-HOTPATH_KDA(f32_half, StateF32, 2, 4, true, 6)
-HOTPATH_KDA(f32_staged, StateF32, 1, 4, true, 3)
-HOTPATH_KDA(f32_whole, StateF32, 1, 4, false, 1)
-HOTPATH_KDA(bf16_half, StateBf16, 2, 4, true, 6)
-HOTPATH_KDA(bf16_staged, StateBf16, 1, 4, true, 3)
-HOTPATH_KDA(fp16_half, StateFp16, 2, 4, true, 6)
-HOTPATH_KDA(fp16_staged, StateFp16, 1, 4, true, 3)
+// Three blocks of 80 registers fit a multiprocessor; what is built for Blackwell would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+#define HOTPATH_STEPPED_RESIDENT 3
+#else
+#define HOTPATH_STEPPED_RESIDENT 1
+#endif
+
+HOTPATH_KDA(f32_quarter, StateF32, 4, 1, 2, false, 1)
+HOTPATH_KDA(f32_half, StateF32, 2, 1, 4, true, 6)
+HOTPATH_KDA(f32_stepped, StateF32, 1, 2, 2, false, HOTPATH_STEPPED_RESIDENT)
+HOTPATH_KDA(bf16_half, StateBf16, 2, 1, 4, true, 6)
+HOTPATH_KDA(bf16_staged, StateBf16, 1, 1, 4, true, 3)
+HOTPATH_KDA(fp16_half, StateFp16, 2, 1, 4, true, 6)
+HOTPATH_KDA(fp16_staged, StateFp16, 1, 1, 4, true, 3)
 
 }  // namespace hotpath

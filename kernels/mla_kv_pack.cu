@@ -42,6 +42,7 @@ struct PackParams {
     uint32_t k_nope_dtype, k_pe_dtype, v_dtype;        // Dtype
     uint32_t k_nope_vector, k_pe_vector, v_vector;     // 1: every unit may be read in one access
 };
+static_assert(sizeof(PackParams) == 168, "the host's twin has this size");
 
 template <class Source, bool kScaled>
 __device__ __forceinline__ uint2 quantize(uint4 x, float scale) {

@@ -4,7 +4,7 @@
 //! The exchange API (DLPack 1.3, `DLPackExchangeAPI`) is a table of C functions that a tensor type carries as the capsule
 //! `__dlpack_c_exchange_api__`. It is looked up once per type.
 
-use std::ffi::{CStr, c_void};
+use std::ffi::CStr;
 use std::ptr;
 use std::slice;
 use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
@@ -13,12 +13,13 @@ use dlpack_rs::ffi::{
     DLDeviceType, DLManagedTensor, DLManagedTensorVersioned, DLPACK_FLAG_BITMASK_IS_COPIED,
     DLPACK_FLAG_BITMASK_READ_ONLY, DLPackExchangeAPI, DLTensor,
 };
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyAttributeError, PyBufferError, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyType};
 
+use crate::cuda::launch::Stream;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Device, MAX_DIMS, Tensor};
 
@@ -52,7 +53,7 @@ const DISPATCHES: u8 = 1;
 const TORCH: u8 = 2;
 
 /// More types than a process uses with these ops: torch.Tensor, Parameter, the Parameter classes of an engine, numpy's and
-/// cupy's arrays. A type beyond them works and is looked up at each call.
+/// cupy's arrays. A type beyond them works and is looked up at each call. Slots are filled with the GIL held, one by one.
 static SLOTS: [Slot; 32] = [const {
     Slot {
         ty: AtomicPtr::new(ptr::null_mut()),
@@ -202,13 +203,23 @@ impl<'py> Arguments<'py> {
     #[inline]
     pub fn read(&mut self, object: &Bound<'py, PyAny>, out: &mut Tensor) -> Result<()> {
         let info = type_info(object)?;
+        out.read_only = false;
+        // Such a tensor reports an address in memory that it does not have, which is not even null where it is a view.
+        if info.dispatches {
+            return Err(Error::Value {
+                op: out.op,
+                argument: out.name,
+                expected: "a tensor with memory of its own".into(),
+                got: format!("{} (call the op through torch.ops)", type_name(object)),
+            });
+        }
         if info.api.is_null() {
             self.read_from_protocol(object, out)?;
         } else {
             self.read_from_table(object, info, out)?;
         }
         if out.data.is_null() && out.numel() > 0 {
-            return Err(out.value_error("a tensor with memory (not a fake or meta tensor)"));
+            return Err(out.value_error("a tensor with memory"));
         }
         Ok(())
     }
@@ -230,7 +241,7 @@ impl<'py> Arguments<'py> {
             }
         };
         if status != 0 {
-            return Err(self.not_a_tensor(object, out, &PyErr::fetch(self.py)));
+            return Err(self.not_a_tensor(object, out, PyErr::fetch(self.py)));
         }
         if self.streams.is_null() || info.torch {
             self.streams = info.api;
@@ -253,7 +264,7 @@ impl<'py> Arguments<'py> {
         let py = self.py;
         let method = match object.getattr(intern!(py, "__dlpack__")) {
             Ok(method) => method,
-            Err(error) => return Err(self.not_a_tensor(object, out, &error)),
+            Err(error) => return Err(self.not_a_tensor(object, out, error)),
         };
         let keywords = PyDict::new(py);
         if let Ok(device) = object.call_method0(intern!(py, "__dlpack_device__"))
@@ -273,7 +284,7 @@ impl<'py> Arguments<'py> {
         };
         let capsule = match capsule {
             Ok(capsule) => capsule,
-            Err(error) => return Err(self.not_a_tensor(object, out, &error)),
+            Err(error) => return Err(self.not_a_tensor(object, out, error)),
         };
         // SAFETY: each pointer is taken from a capsule of the matching name, which is renamed so that this call owns it.
         unsafe {
@@ -310,7 +321,7 @@ impl<'py> Arguments<'py> {
 
     /// torch's current stream of a device: the one of the arguments' library, else torch's where it is loaded, else the
     /// legacy default stream.
-    pub fn current_stream(&self, device: i32) -> Result<*mut c_void> {
+    pub fn current_stream(&self, device: i32) -> Result<Stream> {
         let mut table = self.streams;
         if table.is_null()
             && let Some(tensor) = torch_tensor_type(self.py)?
@@ -325,17 +336,33 @@ impl<'py> Arguments<'py> {
                 None => 0,
             }
         };
-        if status == 0 { Ok(stream) } else { Err(PyErr::fetch(self.py).into()) }
+        if status == 0 { Ok(Stream(stream)) } else { Err(PyErr::fetch(self.py).into()) }
     }
 
     #[cold]
-    fn not_a_tensor(&self, object: &Bound<'py, PyAny>, out: &Tensor, error: &PyErr) -> Error {
+    fn not_a_tensor(&self, object: &Bound<'py, PyAny>, out: &Tensor, error: PyErr) -> Error {
+        // What a producer raises when it has nothing to lend. Anything else, such as an interrupt, is not about the argument.
+        let py = self.py;
+        if !(error.is_instance_of::<PyAttributeError>(py)
+            || error.is_instance_of::<PyTypeError>(py)
+            || error.is_instance_of::<PyValueError>(py)
+            || error.is_instance_of::<PyBufferError>(py)
+            || error.is_instance_of::<PyRuntimeError>(py))
+        {
+            return error.into();
+        }
         let ty =
             object.get_type().fully_qualified_name().map_or_else(|_| "an object".into(), |n| n.to_string());
         // The first line of the producer's reason; torch appends its C++ stack.
         let reason = error.value(self.py).to_string();
         let reason = reason.lines().next().unwrap_or_default();
-        type_error(out, "a tensor (torch, or another with DLPack)", format!("{ty} ({reason})"))
+        let raised = PyErr::from(type_error(
+            out,
+            "a tensor (torch, or another with DLPack)",
+            format!("{ty} ({reason})"),
+        ));
+        raised.set_cause(py, Some(error));
+        raised.into()
     }
 }
 
@@ -366,6 +393,10 @@ fn set(out: &mut Tensor, raw: &DLTensor) -> Result<()> {
     // DLPack counts the offset in bytes from `data`, which is null for a tensor without elements.
     out.data = raw.data.cast::<u8>().wrapping_add(raw.byte_offset as usize);
     Ok(())
+}
+
+fn type_name(object: &Bound<'_, PyAny>) -> String {
+    object.get_type().fully_qualified_name().map_or_else(|_| "an object".into(), |name| name.to_string())
 }
 
 fn type_error(argument: &Tensor, expected: &str, got: String) -> Error {

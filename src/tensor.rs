@@ -1,6 +1,6 @@
 //! A tensor argument as plain values, and the one vocabulary of checks on it. No Python and no CUDA here.
 
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::ptr;
 
 use crate::error::{Error, Result};
@@ -143,8 +143,10 @@ impl Tensor {
                 }
             }
         } else {
-            for dim in (0..self.ndim.saturating_sub(1)).rev() {
-                self.strides[dim] = self.strides[dim + 1] * self.shape[dim + 1];
+            let mut stride = 1;
+            for dim in (0..self.ndim).rev() {
+                self.strides[dim] = stride;
+                stride *= self.shape[dim];
             }
         }
     }
@@ -227,13 +229,6 @@ impl Tensor {
         Ok(())
     }
 
-    pub fn expect_multiple(&self, dim: usize, of: i64, what: &str) -> Result<()> {
-        if self.shape[dim] % of == 0 {
-            return Ok(());
-        }
-        Err(self.value_error(format!("{what} (dimension {dim}) a multiple of {of}")))
-    }
-
     pub fn expect_device(&self, device: Device, like: &str) -> Result<()> {
         if self.device == device {
             Ok(())
@@ -293,16 +288,8 @@ impl Tensor {
 
 impl fmt::Display for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut text = String::with_capacity(96);
-        write!(
-            text,
-            "shape {:?}, strides {:?}, {} on {}",
-            self.shape(),
-            self.strides(),
-            self.dtype,
-            self.device
-        )?;
-        f.write_str(&text)
+        let (shape, strides) = (self.shape(), self.strides());
+        write!(f, "shape {shape:?}, strides {strides:?}, {} on {}", self.dtype, self.device)
     }
 }
 

@@ -1,4 +1,4 @@
-"""Calls of ``kda_decode`` in every form callers use, and the check of everything a call may and may not write."""
+"""Calls of ``kda_decode`` in every form callers use, and the check of what a call may and may not write."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ D = 128
 HEADS = (1, 3, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 ROWS = (0, 1, 2, 3, 8, 17, 33)
 
-# Error of a state element, as a part of the largest of its head; and of a head's norm, as a part of that norm.
+# Error of a state element as a part of the largest of its head, and of a head in norm as a part of its norm.
 STATE_TOLERANCE = 1e-5
-# Of an output, as a part of the largest of its head, where one step of its own type is less: terms that cancel.
+# Error of an output as a part of the largest of its head, where one step of its own is less: terms cancel.
 OUT_TOLERANCE = 1e-3
 _TINIEST = torch.finfo(torch.float32).tiny
 _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
@@ -45,7 +45,7 @@ class Form:
     state_dtype: torch.dtype = torch.float32
     layout: str = "SD"
     window: int = 3
-    # Rows of x, gates and beta: "contiguous", or "wide": views at odd offsets of one projection with odd row stride.
+    # Rows of x, gates and beta: "contiguous", or "wide": odd columns of a projection with an odd row stride.
     inputs: str = "contiguous"
     # q, k and v as three tensors; of their weights [H*D, 1, 4] in this dtype.
     parts: bool = False
@@ -59,11 +59,12 @@ class Form:
     beta_dtype: torch.dtype | None = None
     leading_one: bool = False
     index_dtype: torch.dtype = torch.int32
-    # "rows", "column" ([B, 1]), "stride 8", or "block table" (column 0 of [B, 8], its other entries out of range).
+    # "rows", "column" ([B, 1]), or column 0 of [B, 8], the rest of it out of range, as [B] ("stride 8") or as
+    # [B, 1] ("block table").
     indices: str = "rows"
     null_index: int = 0
     null_rows: tuple[int, ...] = ()
-    # Convolution and recurrent state in one page, with bytes of nobody between and behind; or each in its own.
+    # Convolution and recurrent state in one page, with nobody's bytes between and behind; or each in its own.
     paged: bool = True
     amplitude: float = 1.0
     state_amplitude: float = 0.1
@@ -151,6 +152,11 @@ def _wide(values: Sequence[torch.Tensor], device: torch.device, rng: torch.Gener
     ]
 
 
+def _random_memory(size: int, device: torch.device, rng: torch.Generator) -> torch.Tensor:
+    words = torch.randint(-(2**63), 2**63 - 1, (size // 8 + 1,), dtype=torch.int64, generator=rng)
+    return words.view(torch.uint8)[:size].to(device)
+
+
 def _caches(form: Form, slots: int, device: torch.device, rng: torch.Generator) -> tuple[Any, torch.Tensor]:
     """Convolution and recurrent pools of random bit patterns, NaN and Inf among them."""
     heads, channels = form.heads, form.heads * D
@@ -162,12 +168,12 @@ def _caches(form: Form, slots: int, device: torch.device, rng: torch.Generator) 
     sizes = [conv_bytes + 16] * parts + [state_bytes + 48]
     page = sum(sizes) if form.paged else None
 
-    shared = random_patterns((slots * page,), torch.uint8, rng).to(device) if page else None
+    shared = _random_memory(slots * page, device, rng) if page else None
     pools, start = [], 0
     for size in sizes:
         memory = shared
         if memory is None:
-            memory = random_patterns((slots * size,), torch.uint8, rng).to(device)
+            memory = _random_memory(slots * size, device, rng)
         is_state = len(pools) == parts
         dtype = form.state_dtype if is_state else form.activation
         shape = (slots, heads, D, D) if is_state else (slots, width, form.window)
@@ -263,6 +269,21 @@ def make_call(device: torch.device, rng: torch.Generator, form: Form | None = No
     return Call(args | form.options)
 
 
+def refill(call: Call, rng: torch.Generator) -> None:
+    """New random x, gates and beta of every row, in place."""
+
+    def values(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.randn(tensor.shape, generator=rng).to(tensor.device)
+
+    for tensor in tensors(call["x"]):
+        tensor.copy_(values(tensor))
+    gate, beta = 2 * values(call["raw_gate"]), 2 * values(call["raw_beta"])
+    call["raw_gate"].copy_(-gate.abs() if call["gate_is_log_decay"] else gate)
+    call["raw_beta"].copy_(beta.sigmoid() if call["beta_is_sigmoid"] else beta)
+    if call["output_gate"] is not None:
+        call["output_gate"].copy_(2 * values(call["output_gate"]))
+
+
 def poisoned_out(call: Call, *, row_gap: int = 0, offset: int = 0, leading_one: bool = False) -> torch.Tensor:
     """An output full of 0x7F bytes (NaN in bf16), with poison before, between and behind its rows."""
     rows, (heads, width) = call["state_indices"].shape[0], call["state"].shape[1:3]
@@ -284,9 +305,9 @@ def one_step(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def assert_state_close(got: torch.Tensor, want: torch.Tensor, tolerance: float = STATE_TOLERANCE) -> None:
     """``[n, H, V, K]`` in the state's dtype against float64.
 
-    Each element is within ``tolerance`` of the largest of its head, plus half a step of its dtype if that is rounded
-    to 16 bits; each head's fp32 error is within ``tolerance`` of the head in norm. Rounding is to nearest: of 16-bit
-    elements at least 99 % are the rounded reference itself.
+    Each element is within ``tolerance`` of the largest of its head, plus half a step of its dtype if that has
+    16 bits; each head's fp32 error is within ``tolerance`` of the head in norm. Rounding is to nearest: of
+    16-bit elements at least 99 % are the rounded reference itself.
     """
     if not got.numel():
         return
@@ -306,7 +327,7 @@ def assert_state_close(got: torch.Tensor, want: torch.Tensor, tolerance: float =
 
 
 def assert_out_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """``[B, H, D]`` against float64: within one step of its dtype, or ``OUT_TOLERANCE`` of its head's largest."""
+    """``[B, H, D]`` against float64: within a step of its dtype, or ``OUT_TOLERANCE`` of its head's peak."""
     if not got.numel():
         return
     got = got.reshape(want.shape)
@@ -326,8 +347,8 @@ def conv_windows(call: Call) -> list[torch.Tensor]:
 def check(call: Call, *, out: torch.Tensor | None = None, allocate: bool = False) -> torch.Tensor:
     """Run the call and check its results and every byte of every storage behind its arguments.
 
-    Returns the output. Results are within the tolerances above of the float64 reference, the convolution state is
-    right to the bit, null rows are +0.0; nothing else in any storage has changed.
+    Returns the output. Results are within the tolerances above of the float64 reference, the convolution
+    state is right to the bit, null rows are +0.0; nothing else in any storage has changed.
     """
     want = call.reference()
     out = poisoned_out(call) if out is None and not allocate else out
@@ -370,12 +391,12 @@ def _assert_only_results_changed(call: Call, before: dict[int, torch.Tensor], sl
         as_bits(after["out"]).copy_(as_bits(earlier(call["out"])))
     for name, value in call.args.items():
         for original, copied in zip(tensors(value), tensors(after[name]), strict=True):
-            old, new = before[original.untyped_storage().data_ptr()], whole(copied)
-            if not torch.equal(old, new):
+            old, new = before.pop(original.untyped_storage().data_ptr(), None), whole(copied)
+            if old is not None and not torch.equal(old, new):
                 where = (old != new).nonzero().reshape(-1)
                 raise AssertionError(
-                    f"memory of {name}: {where.numel()} bytes changed that no live row owns, from byte {where[0].item()}"
-                    f" of {old.numel()}"
+                    f"memory of {name}: {where.numel()} bytes changed that no live row owns, "
+                    f"from byte {where[0].item()} of {old.numel()}"
                 )
 
 

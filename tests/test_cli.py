@@ -14,7 +14,7 @@ import torch
 from vllm_hotpath.bench.models import MODELS, placements
 from vllm_hotpath.bench.ops import OPS, load, op_names
 from vllm_hotpath.cli import main
-from vllm_hotpath.ops import STEMS, mla_kv_pack
+from vllm_hotpath.ops import STEMS, kda_decode, mla_kv_pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,7 +166,7 @@ def test_verify_json_is_all_that_is_on_standard_output(capsys: pytest.CaptureFix
     values = json.loads(capsys.readouterr().out)
     assert values["ok"] is True
     assert 0 <= values["seed"] < 10**9
-    assert [unit["op"] for unit in values["units"]] == op_names()
+    assert [unit["op"] for unit in values["units"]] == list(OPS["mla_kv_pack"])
     assert all(unit["cases"] and unit["elements"] and not unit["failed"] for unit in values["units"])
 
 
@@ -178,7 +178,8 @@ def test_verify_runs_all_models_at_all_their_sizes_by_default(
     units = json.loads(capsys.readouterr().out)["units"]
     for op in op_names():
         named = [place for unit in units if unit["op"] == op for place in unit["placements"]]
-        assert sorted(named) == sorted(f"{model.name} tp{tp}" for model, tp in placements())
+        models = (place for place in placements() if op != "kda_decode" or place[0].kda_heads)
+        assert sorted(named) == sorted(f"{model.name} tp{tp}" for model, tp in models)
 
 
 def plant_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +248,97 @@ def test_verify_takes_stems_for_ops(capsys: pytest.CaptureFixture[str]) -> None:
     assert [unit["op"] for unit in json.loads(capsys.readouterr().out)["units"]] == list(OPS["mla_kv_pack"])
 
 
+KDA = ["--op", "kda_decode", "--model", "kimi-k3", "--tp", "32", "--device", "cpu"]
+
+
+def test_verify_passes_within_the_tolerance_of_an_op(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *KDA]) == 0
+    text = capsys.readouterr().out
+    assert "within tolerance" in text
+    assert "same bytes" not in text
+    assert "compared bit by bit" in text
+
+
+def plant_kda_error(monkeypatch: pytest.MonkeyPatch, spoil: Callable[..., None]) -> None:
+    """Let ``spoil(out, conv_state, state, slots, null)`` change what an fp32 call with odd strides left."""
+    right: Callable[..., torch.Tensor] = kda_decode.kda_decode
+
+    def wrong(*arguments: Any, **options: Any) -> torch.Tensor:
+        out = right(*arguments, **options)
+        conv_state, state, indices = arguments[2], arguments[7], arguments[8]
+        if state.dtype == torch.float32 and isinstance(conv_state, torch.Tensor) and conv_state.shape[2] > 3:
+            spoil(out, conv_state, state, indices.reshape(-1), options["null_index"])
+        return out
+
+    monkeypatch.setattr(kda_decode, "kda_decode", wrong)
+
+
+def spoil_state(
+    out: torch.Tensor, conv: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, null: int
+) -> None:
+    head = state[slots[slots > null][1], 2]
+    head[5, 7] += 3e-5 * head.abs().max()
+
+
+def spoil_conv(
+    out: torch.Tensor, conv: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, null: int
+) -> None:
+    conv[slots[slots > null][1], 130, 2] += 1
+
+
+def spoil_column(
+    out: torch.Tensor, conv: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, null: int
+) -> None:
+    conv[slots[slots > null][1], 130, 3] = 1
+
+
+def spoil_null_slot(
+    out: torch.Tensor, conv: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, null: int
+) -> None:
+    state[0, 0, 0, 0] += 1
+
+
+def spoil_out(
+    out: torch.Tensor, conv: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, null: int
+) -> None:
+    out[0].as_strided((1,), (1,), out.storage_offset() + out[0].numel()).fill_(1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "output", "index"),
+    [
+        (spoil_state, "state", [1, 2, 5, 7]),
+        (spoil_conv, "conv state", [1, 130, 2]),
+        (spoil_column, "cache bytes beside the live slots", None),
+        (spoil_null_slot, "cache bytes beside the live slots", None),
+        (spoil_out, "bytes between rows of out", [0, 0]),
+    ],
+)
+def test_verify_finds_each_kind_of_wrong_kda_call(
+    spoil: Callable[..., None],
+    output: str,
+    index: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plant_kda_error(monkeypatch, spoil)
+    assert main(["verify", *KDA, "--json"]) == 1
+    (unit,) = json.loads(capsys.readouterr().out)["units"]
+    assert unit["failed"] == 2
+    assert {failure["output"] for failure in unit["failures"]} == {output}
+    assert {" odd" in failure["case"] for failure in unit["failures"]} == {True}
+    for failure in unit["failures"]:
+        assert failure["got"] != failure["want"]
+        assert index in (None, failure["index"])
+
+
+def test_asking_for_an_op_that_no_model_asked_for_has_is_exit_status_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", *SMALL, "--op", "kda_decode"]) == 1
+    assert "no model asked for has use for kda_decode" in capsys.readouterr().err
+
+
 @WITHOUT_GPU
 def test_cuda_on_a_machine_without_one_is_a_message_and_exit_status_1(
     capsys: pytest.CaptureFixture[str],
@@ -274,3 +366,15 @@ def test_heads_split_evenly_at_every_size_offered(model: Any) -> None:
     assert [model.heads_per_rank(tp) * tp for tp in model.tp_sizes] == [model.heads] * len(model.tp_sizes)
     with pytest.raises(ValueError, match="cannot share equally"):
         model.heads_per_rank(7)
+
+
+def test_kda_heads_of_the_models() -> None:
+    heads = {
+        name: [model.kda_heads_per_rank(tp) for tp in model.tp_sizes if model.kda_heads]
+        for name, model in MODELS.items()
+    }
+    assert heads["kimi-k3"] == [96, 48, 24, 12, 6, 3]
+    assert heads["kimi-linear"] == [32, 16, 8, 4]
+    assert heads["kimi-k2.6"] == heads["deepseek-v3"] == []
+    with pytest.raises(ValueError, match="cannot share equally"):
+        MODELS["kimi-k3"].kda_heads_per_rank(7)

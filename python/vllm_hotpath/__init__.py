@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_hotpath._core import build_info as _build_info
+from vllm_hotpath._registry import OPS as _OPS
 
 if TYPE_CHECKING:
     from vllm_hotpath.ops import Support, is_supported
@@ -17,13 +18,11 @@ if TYPE_CHECKING:
 
 __version__: str = _build_info()["version"]
 
-# One line per public name: where it lives.
+# Public name -> the module where it lives.
 _EXPORTS = {
     "Support": "vllm_hotpath.ops",
     "is_supported": "vllm_hotpath.ops",
-    "kda_decode": "vllm_hotpath.ops.kda_decode",
-    "mla_kv_concat": "vllm_hotpath.ops.mla_kv_pack",
-    "mla_kv_concat_quant_fp8": "vllm_hotpath.ops.mla_kv_pack",
+    **{op: f"vllm_hotpath.ops.{stem}" for stem, ops in _OPS.items() for op in ops},
 }
 
 __all__ = ["Support", "__version__", "is_supported", "kda_decode", "mla_kv_concat", "mla_kv_concat_quant_fp8"]
@@ -33,7 +32,12 @@ def __getattr__(name: str) -> Any:
     module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(module), name)
+    try:
+        value = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"vllm_hotpath.{name} needs torch 2.10 or newer, which is not installed") from error
     globals()[name] = value
     return value
 

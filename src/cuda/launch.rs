@@ -10,6 +10,15 @@ use super::module::Kernel;
 use super::{DeviceGuard, check, device};
 use crate::error::{Error, Result};
 
+/// A stream of the driver; any thread may launch on it.
+#[derive(Clone, Copy)]
+pub struct Stream(pub *mut c_void);
+
+// SAFETY: the driver's streams are handles that every thread may use.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
 /// Grid and block of a launch, in blocks and threads.
 #[derive(Clone, Copy)]
 pub struct Launch {
@@ -41,7 +50,7 @@ pub fn launch<P: Params>(
     op: &'static str,
     kernel: &Kernel,
     index: i32,
-    stream: *mut c_void,
+    stream: Stream,
     shape: Launch,
     params: &P,
 ) -> Result<()> {
@@ -71,7 +80,7 @@ pub fn launch<P: Params>(
         blockDimY: 1,
         blockDimZ: 1,
         sharedMemBytes: shape.shared_bytes,
-        hStream: stream.cast(),
+        hStream: stream.0.cast(),
         attrs: attributes.as_mut_ptr(),
         numAttrs: if shape.cluster > 1 { 2 } else { 1 },
     };
@@ -95,9 +104,10 @@ pub struct FastDiv {
 }
 
 impl FastDiv {
-    /// `divisor` from 1 to 2^31.
+    /// # Panics
+    /// Unless `divisor` is from 1 to 2^31, which the ops' checks see to.
     pub fn new(divisor: u32) -> Self {
-        debug_assert!((1..=1 << 31).contains(&divisor));
+        assert!((1..=1 << 31).contains(&divisor), "division by {divisor}");
         let shift = divisor.next_power_of_two().trailing_zeros();
         let multiplier = (1_u64 << (31 + shift)) / u64::from(divisor) + 1;
         Self { divisor, multiplier: multiplier as u32, shift }

@@ -53,7 +53,7 @@ pub fn initialize(op: &'static str) -> Result<i32> {
     INITIALIZED
         .get_or_try_init(|| {
             let unsupported = |reason: String| Error::Unsupported { op, reason };
-            // SAFETY: only looks for the shared library.
+            // SAFETY: loads the driver's library, whose initialisers are NVIDIA's.
             if !unsafe { sys::is_culib_present() } {
                 return Err(unsupported("no NVIDIA driver found (libcuda.so.1 cannot be loaded)".into()));
             }

@@ -1,13 +1,12 @@
 //! `bench_stream`: reads one buffer and writes another and does nothing else, the floor of the device time in the benchmarks.
 //! `bench_launch`: its launch alone, the floor of the host time. `bench_rmw`: reads and rewrites a state in place.
 
-use std::ffi::c_void;
 use std::time::Instant;
 
 use pyo3::prelude::*;
 
 use super::Op;
-use crate::cuda::launch::{Launch, Params, launch};
+use crate::cuda::launch::{Launch, Params, Stream, launch};
 use crate::cuda::module::Kernel;
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
@@ -64,7 +63,7 @@ struct Call {
     params: StreamParams,
     device: i32,
     grid: u64,
-    stream: *mut c_void,
+    stream: Stream,
 }
 
 impl Call {

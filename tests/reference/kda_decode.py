@@ -1,8 +1,8 @@
 """What ``kda_decode`` must return and leave in its caches, in plain torch, from the published recurrence.
 
-Three steps, a function each: causal convolution with SiLU, gated delta rule, gated RMSNorm. ``decode`` runs them in one
-floating-point type without rounding between them, as the contract has it; ``chain`` rounds after each as separate
-kernels do that hand bf16 (or fp16) tensors to each other. Nothing is modified: results are returned.
+Three steps, a function each: causal convolution with SiLU, gated delta rule, gated RMSNorm. ``decode`` runs
+them in one floating-point type without rounding between them, as the contract has it; ``chain`` rounds after
+each as separate kernels do that hand bf16 (or fp16) tensors to each other. Nothing is modified.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Decoded(NamedTuple):
     out: torch.Tensor
     """``[B, H, D]`` of all rows, zero where the row is padding, not rounded to the activations' type."""
     conv: torch.Tensor
-    """``[live, 3, H*D, 3]``: the three columns of the convolution window afterwards, bits as they lay in x and cache."""
+    """``[live, 3, H*D, 3]``: the convolution window afterwards, bits as they lay in x and cache."""
     state: torch.Tensor
     """``[live, H, V, K]``, not rounded to the state's type."""
 
@@ -185,5 +185,5 @@ def decode(*arguments: object, dtype: torch.dtype = torch.float64, **options: ob
 
 
 def chain(*arguments: object, dtype: torch.dtype = torch.float32, **options: object) -> Decoded:
-    """As ``decode``, but q, k, v, o and the result are rounded to the activations' type where kernels meet."""
+    """As ``decode``, but q, k, v, o and out are rounded to the activations' type where kernels meet."""
     return _decode(*arguments, dtype=dtype, rounded=True, **options)  # type: ignore[arg-type]

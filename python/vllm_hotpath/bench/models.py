@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Model:
-    """Attention sizes of a model, in elements, and the tensor-parallel sizes it is served with."""
+    """Attention sizes of a model, in elements, and the tensor-parallel sizes it is served with.
+
+    ``heads`` are those of its MLA layers, ``kda_heads`` those of its Kimi Delta Attention layers, 0 without.
+    """
 
     name: str
     title: str
@@ -19,25 +22,37 @@ class Model:
     nope: int = 128
     rope: int = 64
     v: int = 128
+    kda_heads: int = 0
 
     def heads_per_rank(self, tp: int) -> int:
-        """Heads on one of ``tp`` ranks.
+        """Heads of an MLA layer on one of ``tp`` ranks.
 
         Raises:
             ValueError: the heads do not split into ``tp`` equal parts.
         """
-        if self.heads % tp:
-            raise ValueError(f"{self.title} has {self.heads} heads, which {tp} ranks cannot share equally")
-        return self.heads // tp
+        return self._share(self.heads, tp)
+
+    def kda_heads_per_rank(self, tp: int) -> int:
+        """Heads of a KDA layer on one of ``tp`` ranks, 0 for a model without such layers.
+
+        Raises:
+            ValueError: the heads do not split into ``tp`` equal parts.
+        """
+        return self._share(self.kda_heads, tp)
+
+    def _share(self, heads: int, tp: int) -> int:
+        if heads % tp:
+            raise ValueError(f"{self.title} has {heads} heads, which {tp} ranks cannot share equally")
+        return heads // tp
 
 
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
-        Model("kimi-k3", "Kimi-K3", heads=96, tp_sizes=(1, 2, 4, 8, 16, 32)),
+        Model("kimi-k3", "Kimi-K3", heads=96, tp_sizes=(1, 2, 4, 8, 16, 32), kda_heads=96),
         Model("kimi-k2.6", "Kimi-K2.6", heads=64, tp_sizes=(1, 2, 4, 8, 16, 32)),
         Model("deepseek-v3", "DeepSeek-V3", heads=128, tp_sizes=(1, 2, 4, 8, 16, 32)),
-        Model("kimi-linear", "Kimi-Linear", heads=32, tp_sizes=(1, 2, 4, 8)),
+        Model("kimi-linear", "Kimi-Linear", heads=32, tp_sizes=(1, 2, 4, 8), kda_heads=32),
     )
 }
 

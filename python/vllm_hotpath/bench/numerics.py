@@ -1,4 +1,4 @@
-"""The reference e4m3 cast, inputs full of awkward values, guarded outputs and the bitwise comparison."""
+"""The reference e4m3 cast, inputs full of awkward values, guarded outputs and the comparisons."""
 
 from __future__ import annotations
 
@@ -29,20 +29,54 @@ _GUARD = 256
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How an output differs from what it had to be. ``index`` is None if even shape or dtype differ."""
+    """How an output differs from what it had to be. ``index`` is None if even shape or dtype differ.
+
+    ``worst`` says how far the farthest element is, where a tolerance was given.
+    """
 
     index: tuple[int, ...] | None
     got: str
     want: str
     differing: int
     total: int
+    worst: str = ""
 
     def __str__(self) -> str:
         if self.index is None:
             return f"expected {self.want}, got {self.got}"
         place = ", ".join(map(str, self.index))
         extent = f"{self.differing} of {self.total} differ"
-        return f"first at [{place}]: expected {self.want}, got {self.got}; {extent}"
+        return f"first at [{place}]: expected {self.want}, got {self.got}; {extent}{self.worst}"
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far an element may be from its reference: as far as the larger of two distances. NaN is never near.
+
+    Attributes:
+        relative: a distance as a fraction of the reference's largest magnitude over the last ``dims``
+            dimensions.
+        dims: how many dimensions share that magnitude.
+        ulps: a distance in spacings of the result's dtype at the reference.
+    """
+
+    relative: float
+    dims: int
+    ulps: float = 0.0
+
+    def __mul__(self, factor: float) -> Tolerance:
+        """A tolerance ``factor`` times as wide."""
+        return Tolerance(self.relative * factor, self.dims, self.ulps * factor)
+
+    def distances(self, want: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The distance that each element of an fp64 reference allows a result of ``dtype``."""
+        magnitude = want.abs()
+        limits = torch.finfo(dtype)
+        _, exponent = torch.frexp(magnitude.clamp_min(limits.smallest_normal))
+        ulp = torch.exp2(exponent.double() - 1) * limits.eps
+        largest = magnitude.amax(tuple(range(-self.dims, 0)), keepdim=True)
+        allowed = torch.maximum(ulp * self.ulps, largest * self.relative)
+        return torch.where(allowed.isfinite(), allowed, 0.0)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -50,27 +84,51 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(_INTS[x.element_size()])
 
 
-def compare(got: torch.Tensor, want: torch.Tensor) -> Mismatch | None:
-    """Compare two tensors bit by bit; None if they are the same, NaN payloads and zero signs included."""
-    if got.shape != want.shape or got.dtype != want.dtype:
+def compare(got: torch.Tensor, want: torch.Tensor, tolerance: Tolerance | None = None) -> Mismatch | None:
+    """Compare two tensors; None if they agree.
+
+    Without a tolerance they agree bit by bit, NaN payloads and zero signs included. With one, every element
+    is near its reference, which may have a wider dtype.
+    """
+    if got.shape != want.shape or (tolerance is None and got.dtype != want.dtype):
         described = [f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (got, want)]
         return Mismatch(None, described[0], described[1], want.numel(), want.numel())
+    if tolerance is not None:
+        return _compare_near(got, want.double(), tolerance)
     ours, theirs = bits(got), bits(want)
     if torch.equal(ours, theirs):
         return None
     differs = ours != theirs
-    flat = int(differs.reshape(-1).to(torch.uint8).argmax())
-    index = []
-    for size in reversed(got.shape):
-        flat, at = divmod(flat, size)
-        index.append(at)
-    where = tuple(reversed(index))
+    where = _first(differs)
     width = got.element_size()
 
     def hexadecimal(x: torch.Tensor) -> str:
         return f"0x{int(x[where]) & (1 << 8 * width) - 1:0{2 * width}X}"
 
     return Mismatch(where, hexadecimal(ours), hexadecimal(theirs), int(differs.sum()), got.numel())
+
+
+def _compare_near(got: torch.Tensor, want: torch.Tensor, tolerance: Tolerance) -> Mismatch | None:
+    value = got.double()
+    allowed, error = tolerance.distances(want, got.dtype), (value - want).abs()
+    differs = ~((error <= allowed) | (value == want))
+    if not differs.any():
+        return None
+    where = _first(differs)
+    worst = float((error / allowed)[differs].nan_to_num(nan=torch.inf).max())
+    numbers = [f"{float(x[where]):.9g}" for x in (value, want)]
+    extent = f", the farthest {worst:.3g} times as far as allowed"
+    return Mismatch(where, numbers[0], numbers[1], int(differs.sum()), got.numel(), extent)
+
+
+def _first(differs: torch.Tensor) -> tuple[int, ...]:
+    """Coordinates of the first true element."""
+    flat = int(differs.reshape(-1).to(torch.uint8).argmax())
+    index = []
+    for size in reversed(differs.shape):
+        flat, at = divmod(flat, size)
+        index.append(at)
+    return tuple(reversed(index))
 
 
 def e4m3(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:

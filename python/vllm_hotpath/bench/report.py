@@ -9,24 +9,11 @@ from vllm_hotpath.bench import svg
 from vllm_hotpath.bench.timing import MIN_REPLAY_US
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from vllm_hotpath.bench.runner import Row
-
-COLUMNS = (
-    "us",
-    "p10-p90",
-    "TB/s",
-    "copy us",
-    "x copy",
-    "stream us",
-    "torch us",
-    "torch/ours",
-    "peer us",
-    "peer/ours",
-)
-"""Headings after the sizes of a case, as :func:`cells` fills them."""
+    from vllm_hotpath.bench.spec import OpSpec
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -34,21 +21,38 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits if value < 100 else max(0, digits - 1)}f}"
 
 
-def cells(row: Row) -> list[str]:
-    """The table cells of a row, in the order of ``COLUMNS``."""
-    ours = row.timings["ours"]
-    return [
-        number(ours.median_us),
-        f"{number(ours.p10_us)}-{number(ours.p90_us)}",
-        number(row.tb_per_s),
-        number(row.us("copy")),
-        number(row.ratio("ours", "copy"), 3),
-        number(row.us("stream")),
-        number(row.us("torch")),
-        number(row.ratio("torch", "ours")),
-        "differs" if "peer" in row.notes else number(row.us("peer")),
-        number(row.ratio("peer", "ours"), 3),
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the rows of one op: sizes, then times and ratios.
+
+    The columns of torch, of the stream kernel and of the floor's candidates are there if the rows have them.
+    """
+
+    def spread(row: Row) -> str:
+        return f"{number(row.timings['ours'].p10_us)}-{number(row.timings['ours'].p90_us)}"
+
+    floor = rows[0].floor
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("us", lambda row: number(row.us("ours"))),
+        ("p10-p90", spread),
+        ("TB/s", lambda row: number(row.tb_per_s)),
+        (f"{floor.name} us", lambda row: number(row.us(floor.name))),
+        (f"x {floor.name}", lambda row: number(row.ratio("ours", floor.name), 3)),
     ]
+    if floor.choice:
+        columns.append((floor.choice, lambda row: row.choice or "-"))
+    if _timed(rows, "stream"):
+        columns.append(("stream us", lambda row: number(row.us("stream"))))
+    if _timed(rows, "torch"):
+        columns.append(("torch us", lambda row: number(row.us("torch"))))
+        columns.append(("torch/ours", lambda row: number(row.ratio("torch", "ours"))))
+    columns.append(("peer us", lambda row: "differs" if "peer" in row.notes else number(row.us("peer"))))
+    columns.append(("peer/ours", lambda row: number(row.ratio("peer", "ours"), 3)))
+    headings = [*rows[0].params, *(heading for heading, _ in columns)]
+    return headings, [[*map(str, row.params.values()), *(cell(row) for _, cell in columns)] for row in rows]
+
+
+def _timed(rows: Sequence[Row], subject: str) -> bool:
+    return any(subject in row.timings or subject in row.notes for row in rows)
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 0) -> str:
@@ -69,42 +73,32 @@ def head(title: str, environment: Mapping[str, str]) -> str:
 
 
 def markdown(
-    stem: str,
-    environment: Mapping[str, str],
-    rows: Sequence[Row],
-    *,
-    peer: str,
-    torch_ops: str,
-    chart: str | None = None,
+    spec: OpSpec[Any], environment: Mapping[str, str], rows: Sequence[Row], *, chart: str | None = None
 ) -> str:
     """The results page of a stem.
 
     Args:
-        stem: the stem that was measured.
+        spec: the stem that was measured.
         environment: as from :func:`vllm_hotpath.bench.environment.collect`.
         rows: what was measured.
-        peer: the peer's ops, in words.
-        torch_ops: what the torch column runs, in words.
         chart: file name of the chart beside the page, None for no chart.
     """
-    parts = [head(f"{stem} on {environment['device']}", environment)]
+    torch_ops = f"torch: {spec.torch_ops}. " if spec.torch_ops else ""
+    parts = [head(f"{spec.stem} on {environment['device']}", environment)]
     parts.append(
         "Time is microseconds per call: the median over replays of a CUDA graph of many calls (about "
         f"{MIN_REPLAY_US / 1000:g} ms a replay, or more) that take turns on buffers whose traffic exceeds "
         "three times the L2; all subjects of a row are replayed in turn in one process. Results are compared "
-        "with the reference bit by bit before the clock starts. `copy` is the floor: a device copy that "
-        "reads and writes as many bytes in total. `stream` is a kernel that only reads and writes, with the "
-        "op's own split of the two. TB/s counts bytes read plus bytes written. "
-        f"torch: {torch_ops}. Peer: {peer}.\n"
+        f"with the reference {spec.agreement} before the clock starts. {spec.floor.text} TB/s counts bytes "
+        f"read plus bytes written. {torch_ops}Peer: {spec.peer}.\n"
     )
     if chart is not None:
-        parts.append(f"![Time over the copy floor by size]({chart})\n")
+        parts.append(f"![Time over the {spec.floor.name} floor by size]({chart})\n")
     for op in dict.fromkeys(row.op for row in rows):
         chosen = [row for row in rows if row.op == op]
         names = list(chosen[0].params)
         parts.append(f"## {op}\n\nOver all {', '.join(names[:-1])}:\n\n{_summary(chosen)}")
-        lines = [[*map(str, row.params.values()), *cells(row)] for row in chosen]
-        parts.append(markdown_table([*names, *COLUMNS], lines))
+        parts.append(markdown_table(*table(chosen)))
         notes = [
             f"- {', '.join(f'{name}={size}' for name, size in row.params.items())}: {note}"
             for row in chosen
@@ -116,16 +110,22 @@ def markdown(
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    axis = list(rows[0].params)[-1]
+    axis, floor = list(rows[0].params)[-1], rows[0].floor.name
+    columns: list[tuple[str, str, str, Callable[[list[float]], float]]] = [
+        (f"highest x {floor}", "ours", floor, max),
+        ("lowest torch/ours", "torch", "ours", min),
+        ("lowest peer/ours", "peer", "ours", min),
+    ]
+    columns = [column for column in columns if column[1] != "torch" or _timed(rows, "torch")]
     lines = []
-    for size in sorted({row.params[axis] for row in rows}):
+    for size in sorted({row.params[axis] for row in rows}, key=float):
         chosen = [row for row in rows if row.params[axis] == size]
         line = [str(size)]
-        for above, below, worst in (("ours", "copy", max), ("torch", "ours", min), ("peer", "ours", min)):
+        for _, above, below, worst in columns:
             ratios = [ratio for row in chosen if (ratio := row.ratio(above, below)) is not None]
             line.append(number(worst(ratios), 3) if ratios else "-")
         lines.append(line)
-    return markdown_table([axis, "highest x copy", "lowest torch/ours", "lowest peer/ours"], lines)
+    return markdown_table([axis, *(heading for heading, *_ in columns)], lines)
 
 
 def to_json(stem: str, environment: Mapping[str, str], rows: Sequence[Row]) -> dict[str, Any]:
@@ -135,19 +135,21 @@ def to_json(stem: str, environment: Mapping[str, str], rows: Sequence[Row]) -> d
 
 
 def chart(stem: str, environment: Mapping[str, str], rows: Sequence[Row]) -> str:
-    """The chart of time over the copy floor, ours and the peer's: one panel per op and shape."""
+    """The chart of time over the floor, ours and the peer's: one panel per op, shape and variant."""
     panels: dict[str, svg.Panel] = {}
     for row in rows:
         *others, axis = row.params.items()
-        title = " ".join([row.op, *(f"{name}={size}" for name, size in others)])
+        named = (value if isinstance(value, str) else f"{name}={value}" for name, value in others)
+        title = " ".join([row.op, *named])
         panel = panels.setdefault(title, svg.Panel(title, axis[0], {"vllm-hotpath": [], "vLLM's op": []}))
         for series, subject in (("vllm-hotpath", "ours"), ("vLLM's op", "peer")):
-            ratio = row.ratio(subject, "copy")
+            ratio = row.ratio(subject, row.floor.name)
             if ratio is not None:
                 panel.series[series].append((float(axis[1]), ratio))
+    floors = " or ".join(dict.fromkeys(row.floor.title for row in rows))
     made = f"Generated by: {environment['command']} (commit {environment['commit'][:12]})"
     return svg.draw(
-        f"{stem} on {environment['device']}: time / device copy of the same bytes (lower is better)",
+        f"{stem} on {environment['device']}: time / {floors} (lower is better)",
         list(panels.values()),
         footer=made,
     )
@@ -160,19 +162,12 @@ def write(path: Path, text: str) -> None:
 
 
 def write_pages(
-    folder: Path,
-    name: str,
-    stem: str,
-    environment: Mapping[str, str],
-    rows: Sequence[Row],
-    *,
-    peer: str,
-    torch_ops: str,
+    folder: Path, name: str, spec: OpSpec[Any], environment: Mapping[str, str], rows: Sequence[Row]
 ) -> list[Path]:
     """Write ``<name>.md``, ``<name>.json`` and ``<name>.svg`` and return their paths."""
-    page = markdown(stem, environment, rows, peer=peer, torch_ops=torch_ops, chart=f"{name}.svg")
-    data = json.dumps(to_json(stem, environment, rows), indent=1) + "\n"
+    page = markdown(spec, environment, rows, chart=f"{name}.svg")
+    data = json.dumps(to_json(spec.stem, environment, rows), indent=1) + "\n"
     paths = [folder / f"{name}.{suffix}" for suffix in ("md", "json", "svg")]
-    for path, text in zip(paths, (page, data, chart(stem, environment, rows)), strict=True):
+    for path, text in zip(paths, (page, data, chart(spec.stem, environment, rows)), strict=True):
         write(path, text)
     return paths

@@ -34,13 +34,17 @@ class Failure:
 
 @dataclass
 class Unit:
-    """All cases of one op at one shape, which several models may share."""
+    """All cases of one op at one shape, which several models may share.
+
+    ``elements`` counts what was compared, ``near`` how many of them by a tolerance and not bit by bit.
+    """
 
     op: str
     shape: Any
     placements: list[str]
     cases: int = 0
     elements: int = 0
+    near: int = 0
     failed: int = 0
     failures: list[Failure] = field(default_factory=list)
 
@@ -50,14 +54,19 @@ class Unit:
 
 
 def plan(ops: Iterable[str], placements: Iterable[tuple[Model, int]]) -> list[Unit]:
-    """Make a unit per op and distinct shape, each naming the models and parallel sizes that it stands for."""
+    """Make a unit per op and distinct shape, each naming the models and parallel sizes that it stands for.
+
+    A model that has no use for an op has no unit of it.
+    """
     units: dict[tuple[str, Any], Unit] = {}
     chosen = list(placements)
     for op in ops:
         spec = load(stem_of(op))
         for model, tp in chosen:
             shape = spec.shape(model, tp)
-            units.setdefault((op, shape), Unit(op, shape, [])).placements.append(f"{model.name} tp{tp}")
+            if shape is not None:
+                unit = units.setdefault((op, shape), Unit(op, shape, []))
+                unit.placements.append(f"{model.name} tp{tp}")
     return list(units.values())
 
 
@@ -84,8 +93,9 @@ def _failures(unit: Unit, case: VerifyCase, device: torch.device, seed: int) -> 
     except (RuntimeError, ValueError, TypeError) as error:
         yield Failure(case.label, "-", f"{type(error).__name__}: {error}")
         return
-    for name, got, want in outputs:
+    for name, got, want, tolerance in outputs:
         unit.elements += want.numel()
-        mismatch = compare(got, want)
+        unit.near += 0 if tolerance is None else want.numel()
+        mismatch = compare(got, want, tolerance)
         if mismatch is not None:
             yield Failure(case.label, name, str(mismatch), mismatch.index, mismatch.got, mismatch.want)

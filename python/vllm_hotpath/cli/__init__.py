@@ -12,8 +12,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from vllm_hotpath import __version__
+from vllm_hotpath._registry import OPS
 from vllm_hotpath.bench.models import MODELS, placements
-from vllm_hotpath.bench.ops import OPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +37,8 @@ examples:
   {PROG} doctor --json
 """
 _VERIFY = f"""\
-Check the ops bit by bit against plain torch, with fresh random inputs at the shapes of real models. Exit
-status 1 if one byte differs.
+Check the ops against plain torch, with fresh random inputs at the shapes of real models: bit by bit, and
+where an op adds up, its sums within the op's tolerance. Exit status 1 if one element is wrong.
 
 examples:
   {PROG} verify
@@ -46,8 +46,8 @@ examples:
   {PROG} verify --op mla_kv_concat_quant_fp8 --tp 8 --seed 1234
 """
 _BENCH = f"""\
-Time the ops on a GPU with CUDA graphs: against a device copy of the same bytes, the torch ops and vLLM's own
-op. vLLM's op comes from an installed vLLM, or from the libraries named in HOTPATH_PEER_LIB.
+Time the ops on a GPU with CUDA graphs: against a floor that only moves the op's bytes, the torch ops and
+vLLM's own op. vLLM's op comes from an installed vLLM, or from the libraries named in HOTPATH_PEER_LIB.
 
 examples:
   {PROG} bench --quick
@@ -130,7 +130,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     bench.add_argument("--quick", action="store_true", help="fewer sizes and replays")
     bench.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
     bench.add_argument("--md", metavar="FILE", help="write a Markdown page")
-    bench.add_argument("--svg", metavar="FILE", help="write a chart of the time over the copy floor")
+    bench.add_argument("--svg", metavar="FILE", help="write a chart of the time over the floor")
     return parser, commands
 
 

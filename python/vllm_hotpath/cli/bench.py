@@ -1,4 +1,4 @@
-"""``bench``: the ops against the copy floor, torch and vLLM's own op, as a table and as result files."""
+"""``bench``: the ops against their floor, torch and vLLM's own op, as a table and as result files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_hotpath.bench.runner import Row
-    from vllm_hotpath.bench.spec import BenchCase, OpSpec
+    from vllm_hotpath.bench.spec import BenchCase
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     ops = op_names(arguments.op)
     device = resolve_device(arguments.device, ops, default="cuda")
     cases = [case for op in ops for case in select(op, arguments.model, arguments.tp, arguments.quick)]
+    if not cases:
+        raise CannotRunError(f"no model asked for has use for {', '.join(ops)}")
     rows = measure(cases, device, runner.QUICK_REPLAYS if arguments.quick else runner.REPLAYS)
     facts = environment.collect(environment.command("python -m vllm_hotpath", arguments.argv), device)
     if arguments.json != "-":
@@ -43,7 +45,8 @@ def select(op: str, models: list[str] | None, tp: int | None, quick: bool) -> li
     spec = load(stem_of(op))
     shapes: Sequence[Any] = spec.bench_shapes
     if models or tp is not None:
-        shapes = list(dict.fromkeys(spec.shape(model, size) for model, size in placements(models, tp)))
+        chosen = (spec.shape(model, size) for model, size in placements(models, tp))
+        shapes = list(dict.fromkeys(shape for shape in chosen if shape is not None))
     return [case for shape in shapes for case in spec.bench_cases(op, shape, quick)]
 
 
@@ -68,10 +71,11 @@ def show(rows: Sequence[Row], facts: dict[str, str]) -> None:
     for op in dict.fromkeys(row.op for row in rows):
         chosen = [row for row in rows if row.op == op]
         table = Table(title=op, title_justify="left")
-        for heading in (*chosen[0].params, *report.COLUMNS):
+        headings, lines = report.table(chosen)
+        for heading in headings:
             table.add_column(heading, justify="right")
-        for row in chosen:
-            table.add_row(*map(str, row.params.values()), *report.cells(row))
+        for line in lines:
+            table.add_row(*line)
         console.print(table)
         for row in chosen:
             for note in row.notes.values():
@@ -96,9 +100,5 @@ def write(rows: Sequence[Row], facts: dict[str, str], arguments: argparse.Namesp
         report.write(Path(arguments.svg), report.chart(", ".join(stems), facts, rows))
     if arguments.md:
         chart = Path(arguments.svg).name if arguments.svg else None
-        pages = [_page(load(stem), facts, chosen, chart) for stem, chosen in by_stem.items()]
+        pages = [report.markdown(load(stem), facts, rows, chart=chart) for stem, rows in by_stem.items()]
         report.write(Path(arguments.md), "\n".join(pages))
-
-
-def _page(spec: OpSpec[Any], facts: dict[str, str], rows: Sequence[Row], chart: str | None) -> str:
-    return report.markdown(spec.stem, facts, rows, peer=spec.peer, torch_ops=spec.torch_ops, chart=chart)

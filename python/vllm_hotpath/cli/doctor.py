@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_hotpath import __version__, _core
-from vllm_hotpath.bench.ops import OPS
+from vllm_hotpath._registry import OPS
 from vllm_hotpath.cli.console import output, print_json
 
 if TYPE_CHECKING:
@@ -75,18 +75,16 @@ def _torch() -> dict[str, Any]:
 
 
 def _self_test() -> list[str]:
-    """Run every op on the CPU at the smallest shape of the models; what went wrong, in words."""
+    """Run every op on the CPU at the smallest shape that a model has for it; what went wrong, in words."""
     import torch
 
     from vllm_hotpath.bench import verify
-    from vllm_hotpath.bench.models import MODELS
+    from vllm_hotpath.bench.models import placements
     from vllm_hotpath.bench.ops import op_names
 
-    smallest = min(
-        ((model, model.tp_sizes[-1]) for model in MODELS.values()), key=lambda x: x[0].heads_per_rank(x[1])
-    )
+    by_size = sorted(placements(), key=lambda placement: placement[0].heads_per_rank(placement[1]))
     problems = []
-    for unit in verify.plan(op_names(), [smallest]):
+    for unit in (unit for op in op_names() for unit in verify.plan([op], by_size)[:1]):
         for _ in verify.run(unit, torch.device("cpu"), seed=0):
             pass
         problems += [f"{unit.op} on the CPU, {f.case}: {f.output}: {f.message}" for f in unit.failures[:1]]

@@ -16,7 +16,7 @@ from vllm_hotpath.bench import verify
 from vllm_hotpath.bench.environment import device_name
 from vllm_hotpath.bench.models import placements
 from vllm_hotpath.bench.ops import op_names
-from vllm_hotpath.cli.console import output, print_json, progress, resolve_device
+from vllm_hotpath.cli.console import CannotRunError, output, print_json, progress, resolve_device
 
 if TYPE_CHECKING:
     import argparse
@@ -28,11 +28,13 @@ _SHOWN_FAILURES = 3
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the selected checks; 0 if every byte agrees."""
+    """Run the selected checks; 0 if all agree."""
     ops = op_names(arguments.op)
     device = resolve_device(arguments.device, ops)
     seed = random.SystemRandom().randrange(10**9) if arguments.seed is None else arguments.seed
     units = verify.plan(ops, placements(arguments.model, arguments.tp))
+    if not units:
+        raise CannotRunError(f"no model asked for has use for {', '.join(ops)}")
     started = time.perf_counter()
     with _one_torch_thread(), progress() as line:
         task = line.add_task("", total=len(units))
@@ -79,7 +81,8 @@ def _show(console: Console, units: Sequence[verify.Unit], device: str, seed: int
         table.add_column(heading, justify="right")
     table.add_column("result")
     for unit in units:
-        result = f"[bold red]{unit.failed} failed[/]" if unit.failed else "[green]same bytes[/]"
+        agreed = "within tolerance" if unit.near else "same bytes"
+        result = f"[bold red]{unit.failed} failed[/]" if unit.failed else f"[green]{agreed}[/]"
         models = ", ".join(unit.placements)
         table.add_row(unit.op, str(unit.shape), models, str(unit.cases), f"{unit.elements:,}", result)
     console.print(table)
@@ -89,9 +92,12 @@ def _show(console: Console, units: Sequence[verify.Unit], device: str, seed: int
             console.print(f"[bold red]mismatch[/] {escape(where)}", soft_wrap=True)
     failed, cases = sum(unit.failed for unit in units), sum(unit.cases for unit in units)
     elements = sum(unit.elements for unit in units)
+    near = sum(unit.near for unit in units)
+    how = (f"all but {near:,}" if near else "all") + " compared bit by bit"
     verdict = (
-        f"[bold red]{failed} of {cases} cases failed[/]" if failed else f"[green]{cases} cases, same bytes[/]"
+        f"[bold red]{failed} of {cases} cases failed[/]" if failed else f"[green]{cases} cases passed[/]"
     )
     console.print(
-        f"{verdict}; {elements:,} elements in {seconds:.1f} s, seed {seed} (replay with --seed {seed})"
+        f"{verdict}; {elements:,} elements, {how}, in {seconds:.1f} s, seed {seed} "
+        f"(replay with --seed {seed})"
     )

@@ -11,22 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from vllm_hotpath import _core
+from vllm_hotpath._registry import OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 # Public op name -> stem: the names of its module here, its folder in src/ops and its file in kernels.
-STEMS = {
-    "kda_decode": "kda_decode",
-    "mla_kv_concat": "mla_kv_pack",
-    "mla_kv_concat_quant_fp8": "mla_kv_pack",
-}
-
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-}
+STEMS = {op: stem for stem, ops in OPS.items() for op in ops}
 
 
 class Support(NamedTuple):
@@ -74,7 +65,7 @@ _device = cache(torch.device)
 
 def allocate(device: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
     """Make an uninitialised contiguous output. ``device`` and ``dtype`` are torch's names of them."""
-    return torch.empty(shape, dtype=_DTYPES[dtype], device=_device(device))
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=_device(device))
 
 
 _LIBRARY = torch.library.Library("vllm_hotpath", "FRAGMENT")
@@ -98,4 +89,6 @@ def register(
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _LIBRARY.impl(name, implementation, "CPU")
     _LIBRARY.impl(name, implementation, "CUDA")
+    # No gradients, as in the eager call: results do not require grad even where an input does.
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"vllm_hotpath::{name}", fake, lib=_LIBRARY)

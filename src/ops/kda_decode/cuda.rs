@@ -1,10 +1,9 @@
 //! The CUDA implementation: which kernel, and its parameters. The kernels are in `kernels/kda_decode.cu`.
 
-use std::ffi::c_void;
 use std::ptr;
 
 use super::{DECODE, DIM, Gate, Plan, row_stride};
-use crate::cuda::launch::{FastDiv, Launch, Params, launch};
+use crate::cuda::launch::{FastDiv, Launch, Params, Stream, launch};
 use crate::cuda::module::Kernel;
 use crate::error::{Error, Result};
 use crate::tensor::DType;
@@ -32,8 +31,7 @@ macro_rules! variants {
 variants! {
     F32_QUARTER, K_F32_QUARTER = c"kda_decode_f32_quarter", 4 blocks, 128 threads, 0 staged;
     F32_HALF, K_F32_HALF = c"kda_decode_f32_half", 2 blocks, 128 threads, 32768 staged;
-    F32_STAGED, K_F32_STAGED = c"kda_decode_f32_staged", 1 blocks, 256 threads, 65536 staged;
-    F32_WHOLE, K_F32_WHOLE = c"kda_decode_f32_whole", 1 blocks, 256 threads, 0 staged;
+    F32_STEPPED, K_F32_STEPPED = c"kda_decode_f32_stepped", 1 blocks, 256 threads, 0 staged;
     BF16_HALF, K_BF16_HALF = c"kda_decode_bf16_half", 2 blocks, 128 threads, 16384 staged;
     BF16_STAGED, K_BF16_STAGED = c"kda_decode_bf16_staged", 1 blocks, 256 threads, 32768 staged;
     FP16_HALF, K_FP16_HALF = c"kda_decode_fp16_half", 2 blocks, 128 threads, 16384 staged;
@@ -87,6 +85,9 @@ struct KdaParams {
 // SAFETY: repr(C) with the fields of the kernels' KdaParams in their order; padding at the end is not read.
 unsafe impl Params for KdaParams {}
 
+// Also asserted beside the twin.
+const _: () = assert!(size_of::<KdaParams>() == 360);
+
 fn dtype_code(dtype: DType) -> u32 {
     match dtype {
         DType::BF16 => 0,
@@ -101,8 +102,7 @@ fn variant(state: DType, heads: u64) -> &'static Variant {
     match (state, heads) {
         (DType::F32, ..=36) => &F32_QUARTER,
         (DType::F32, ..=288) => &F32_HALF,
-        (DType::F32, ..=576) => &F32_STAGED,
-        (DType::F32, _) => &F32_WHOLE,
+        (DType::F32, _) => &F32_STEPPED,
         (DType::BF16, ..=384) => &BF16_HALF,
         (DType::BF16, _) => &BF16_STAGED,
         (_, ..=384) => &FP16_HALF,
@@ -110,7 +110,7 @@ fn variant(state: DType, heads: u64) -> &'static Variant {
     }
 }
 
-pub fn run(plan: &Plan<'_>, index: i32, stream: *mut c_void) -> Result<()> {
+pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
     let heads = plan.rows as u64 * plan.heads as u64;
     if heads >= 1 << 31 {
         let reason = format!("{} rows of {} heads are more than a launch holds", plan.rows, plan.heads);

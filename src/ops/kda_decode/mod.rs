@@ -399,7 +399,10 @@ pub fn kda_decode<'py>(
         };
         match pool.device {
             Device::Cpu => py.detach(|| cpu::run(&plan)),
-            Device::Cuda(index) => cuda::run(&plan, index, arguments.current_stream(index)?)?,
+            Device::Cuda(index) => {
+                let stream = arguments.current_stream(index)?;
+                py.detach(|| cuda::run(&plan, index, stream))?;
+            }
             Device::Other(_) => unreachable!("check_state refuses it"),
         }
     }

@@ -1,11 +1,10 @@
 //! The CUDA implementation: which kernel, how many blocks, and its parameters. The kernels are in
 //! `kernels/mla_kv_pack.cu`.
 
-use std::ffi::c_void;
 use std::ptr;
 
 use super::{Plan, STEM, UNIT};
-use crate::cuda::launch::{FastDiv, Launch, Params, launch};
+use crate::cuda::launch::{FastDiv, Launch, Params, Stream, launch};
 use crate::cuda::module::Kernel;
 use crate::error::Result;
 use crate::tensor::{DType, Tensor};
@@ -104,6 +103,9 @@ struct PackParams {
 // SAFETY: repr(C) with the fields of the kernels' PackParams in their order; the padding at the end is not read.
 unsafe impl Params for PackParams {}
 
+// Also asserted beside the twin.
+const _: () = assert!(size_of::<PackParams>() == 168);
+
 fn dtype_code(dtype: DType) -> u32 {
     match dtype {
         DType::BF16 => 0,
@@ -121,7 +123,7 @@ fn vector(tensor: &Tensor) -> bool {
         && (0..rows).all(|dim| tensor.byte_stride(dim) % bytes == 0)
 }
 
-pub fn run(plan: &Plan<'_>, index: i32, stream: *mut c_void) -> Result<()> {
+pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
     let rows = plan.tokens as u64 * plan.heads as u64;
     let fp8 = plan.fp8.as_ref();
     let (v_units, v_out_units) = fp8.map_or((0, 0), |fp8| (fp8.value / UNIT, fp8.value_out / UNIT));

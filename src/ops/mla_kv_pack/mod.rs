@@ -18,6 +18,9 @@ pub const PACK: Op = Op { name: "mla_kv_concat_quant_fp8", stem: STEM, kernels: 
 
 /// Elements that every width is a multiple of, and that a kernel moves at a time.
 const UNIT: i64 = 8;
+/// Far above any model's; the kernels count units of a row and heads in 32 bits.
+const MAX_WIDTH: i64 = 1 << 20;
+const MAX_HEADS: i64 = 1 << 30;
 const SOURCES: [DType; 3] = [DType::BF16, DType::F16, DType::F8_E4M3];
 
 /// Checked arguments of either op. Shapes agree, widths are multiples of [`UNIT`], outputs are contiguous and apart from
@@ -59,10 +62,13 @@ impl Keys {
         k_nope.expect_dtype(&SOURCES)?;
         k_nope.expect_rank(&["tokens", "heads", "nope"])?;
         let &[tokens, heads, nope] = k_nope.shape() else { unreachable!("rank checked") };
-        if heads < 1 {
-            return Err(k_nope.value_error("at least one head (dimension 1)"));
+        if !(1..=MAX_HEADS).contains(&heads) {
+            return Err(k_nope.value_error(format!("1 to {MAX_HEADS} heads (dimension 1)")));
         }
-        k_nope.expect_multiple(2, UNIT, "nope width")?;
+        if nope < UNIT {
+            return Err(k_nope.value_error(format!("a nope width (dimension 2) of at least {UNIT}")));
+        }
+        check_width(k_nope, "nope width")?;
         k_nope.expect_last_stride_1()?;
         match k_nope.device {
             Device::Cpu | Device::Cuda(_) => {}
@@ -81,11 +87,23 @@ impl Keys {
                 )));
             }
         };
-        k_pe.expect_multiple(k_pe.shape().len() - 1, UNIT, "rope width")?;
+        check_width(k_pe, "rope width")?;
         k_pe.expect_last_stride_1()?;
         k_pe.expect_device(k_nope.device, "k_nope")?;
         Ok(Self { tokens, heads, nope, rope })
     }
+}
+
+/// The last dimension is a whole number of units.
+fn check_width(tensor: &Tensor, what: &str) -> Result<()> {
+    let last = tensor.shape().len() - 1;
+    let width = tensor.shape()[last];
+    if width % UNIT == 0 && width <= MAX_WIDTH {
+        return Ok(());
+    }
+    Err(tensor.value_error(format!(
+        "a {what} (dimension {last}) that is a multiple of {UNIT}, at most {MAX_WIDTH}"
+    )))
 }
 
 const K_SHAPE: &str = "tokens and heads of k_nope, nope + rope";
@@ -120,7 +138,11 @@ fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan<'_>) -> Result<()>
             py.detach(|| cpu::run(plan));
             Ok(())
         }
-        Device::Cuda(index) => cuda::run(plan, index, arguments.current_stream(index)?),
+        Device::Cuda(index) => {
+            // Without the GIL: a launch waits for room in a full queue, which a callback into Python may be holding up.
+            let stream = arguments.current_stream(index)?;
+            py.detach(|| cuda::run(plan, index, stream))
+        }
         Device::Other(_) => unreachable!("Keys::check refuses it"),
     }
 }
@@ -245,15 +267,15 @@ fn check_values(v: &Tensor, keys: &Keys, k_nope: &Tensor, pad_to: Option<i64>) -
     v.expect_rank(&["tokens", "heads", "value"])?;
     let value = v.shape()[2];
     v.expect_shape(&[keys.tokens, keys.heads, value], "tokens and heads of k_nope")?;
-    v.expect_multiple(2, UNIT, "value width")?;
+    check_width(v, "value width")?;
     v.expect_last_stride_1()?;
     v.expect_device(k_nope.device, k_nope.name)?;
     let stored = pad_to.unwrap_or(value);
-    if stored < value || stored % UNIT != 0 {
+    if stored < value || stored % UNIT != 0 || stored > MAX_WIDTH {
         return Err(Error::Value {
             op: v.op,
             argument: "v_pad_to",
-            expected: format!("a multiple of {UNIT}, at least the width {value} of v"),
+            expected: format!("a multiple of {UNIT} from the width {value} of v to {MAX_WIDTH}"),
             got: stored.to_string(),
         });
     }

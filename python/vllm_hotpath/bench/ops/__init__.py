@@ -1,19 +1,16 @@
-"""The ops that ``verify`` and ``bench`` know: one module and one line of ``OPS`` per stem. No torch here."""
+"""What ``verify`` and ``bench`` know of the ops: one module per stem of the registry. No torch here."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vllm_hotpath._registry import OPS
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm_hotpath.bench.spec import OpSpec
-
-# Stem, the name of the module here that has its SPEC -> public names of its ops.
-OPS: dict[str, tuple[str, ...]] = {
-    "mla_kv_pack": ("mla_kv_concat", "mla_kv_concat_quant_fp8"),
-}
 
 
 def op_names(names: Iterable[str] | None = None) -> list[str]:
