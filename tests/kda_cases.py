@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.helpers import BF16, POISON, as_bits, assert_same_bits, random_patterns
+from tests.helpers import BF16, FP16, POISON, as_bits, assert_same_bits, random_patterns
 from tests.reference import kda_decode as reference
 from vllm_hotpath.ops.kda_decode import kda_decode
 
@@ -71,6 +71,69 @@ class Form:
     scale: float | None = None
     extra_slots: int = 3
     options: dict[str, Any] = field(default_factory=dict)
+
+
+STATE_DTYPES = (torch.float32, BF16, FP16)
+
+# A call of every kind, by name.
+FORMS = {
+    "kimi k3": Form(),
+    "kimi k3, wide inputs": Form(inputs="wide", leading_one=True),
+    "DS": Form(layout="DS"),
+    "unbounded": Form(lower_bound=None),
+    "no norm": Form(norm=False),
+    "unbounded, no norm, DS": Form(lower_bound=None, norm=False, layout="DS", inputs="wide"),
+    "bias": Form(bias=True),
+    "fp16": Form(activation=FP16, bias=True, inputs="wide"),
+    "bf16 state": Form(state_dtype=BF16),
+    "bf16 state, DS": Form(state_dtype=BF16, layout="DS", inputs="wide"),
+    "fp16 state": Form(state_dtype=FP16),
+    "fp16 throughout": Form(activation=FP16, state_dtype=FP16, layout="DS"),
+    "fp32 gate and beta": Form(gate_dtype=torch.float32, beta_dtype=torch.float32, inputs="wide"),
+    "log decay": Form(log_decay=True),
+    "log decay in fp32": Form(log_decay=True, gate_dtype=torch.float32, lower_bound=None),
+    "activated beta": Form(sigmoid_beta=True),
+    "activated beta in fp32": Form(sigmoid_beta=True, beta_dtype=torch.float32, layout="DS"),
+    "three tensors": Form(parts=True),
+    "three tensors, DS": Form(parts=True, layout="DS", inputs="wide", bias=True),
+    "kimi linear": Form(
+        *(),
+        parts=True,
+        paged=False,
+        log_decay=True,
+        gate_dtype=torch.float32,
+        sigmoid_beta=True,
+        beta_dtype=torch.float32,
+        norm=False,
+        weight_dtype=BF16,
+        bias=True,
+    ),
+    "kimi linear in fp16": Form(
+        *(),
+        parts=True,
+        weight_dtype=FP16,
+        activation=FP16,
+        lower_bound=None,
+        bias=True,
+        layout="DS",
+    ),
+    "own pools": Form(paged=False),
+    "window of 4": Form(window=4),
+    "window of 4, DS": Form(window=4, layout="DS"),
+    "window of 7": Form(window=7, bias=True),
+    "window of 7, DS": Form(window=7, layout="DS"),
+    "scale": Form(scale=0.7),
+    "int64 indices": Form(index_dtype=torch.int64),
+    "eps": Form(options={"norm_eps": 0.5}),
+    "null rows": Form(rows=8, null_rows=(0, 3, 7)),
+    "null rows, DS, bf16 state": Form(rows=5, null_rows=(0, 4), layout="DS", state_dtype=BF16),
+    "only null rows": Form(rows=3, null_rows=(0, 1, 2)),
+    "slot 0 is real": Form(null_index=-1, extra_slots=0),
+    "slot 0 is real, null rows": Form(rows=6, null_index=-1, null_rows=(1, 2), extra_slots=0),
+    "small": Form(amplitude=1e-4, state_amplitude=1e-4),
+    "large": Form(amplitude=100.0, state_amplitude=100.0),
+    "zero state": Form(state_amplitude=0.0),
+}
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -344,8 +407,14 @@ def conv_windows(call: Call) -> list[torch.Tensor]:
     return [part[..., :3] for part in parts]
 
 
-def check(call: Call, *, out: torch.Tensor | None = None, allocate: bool = False) -> torch.Tensor:
-    """Run the call and check its results and every byte of every storage behind its arguments.
+def check(
+    call: Call,
+    *,
+    out: torch.Tensor | None = None,
+    allocate: bool = False,
+    run: Callable[[], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Run the call (or ``run``) and check its results and every byte of every storage behind its arguments.
 
     Returns the output. Results are within the tolerances above of the float64 reference, the convolution
     state is right to the bit, null rows are +0.0; nothing else in any storage has changed.
@@ -354,7 +423,7 @@ def check(call: Call, *, out: torch.Tensor | None = None, allocate: bool = False
     out = poisoned_out(call) if out is None and not allocate else out
     call = call if out is None else call.changed(out=out)
     before = {address: memory.clone() for address, memory in call.storages().items()}
-    got = call.run()
+    got = (run or call.run)()
     if out is None:
         assert got.shape == want.out.shape
         assert got.is_contiguous()
@@ -406,3 +475,25 @@ def assert_same_results(left: Call, right: Call, left_out: torch.Tensor, right_o
     assert_same_bits(left["state"], right["state"], "state")
     for one, other in zip(conv_windows(left), conv_windows(right), strict=True):
         assert_same_bits(one, other, "conv_state")
+
+
+def check_far_slots(device: torch.device, state_dtype: torch.dtype, rng: torch.Generator) -> None:
+    """A pool whose slots are 2^30 elements apart gives the bits of a dense one."""
+    near = make_call(device, rng, rows=2, extra_slots=1, state_dtype=state_dtype, paged=False)
+    near.args["state_indices"] = torch.tensor([2, 1], dtype=torch.int32, device=device)
+    for pool in (near["conv_state"], near["state"]):
+        pool.copy_(torch.randn(pool.shape, generator=rng) * 0.1)
+    far = near.copy()
+    for name in ("conv_state", "state"):
+        pool = near[name]
+        stride = 2**30 + 64
+        memory = torch.empty(2 * stride + pool[0].numel(), dtype=pool.dtype, device=device)
+        far.args[name] = memory.as_strided(pool.shape, (stride, *pool.stride()[1:]))
+        for slot in range(pool.shape[0]):
+            far[name][slot].copy_(pool[slot])
+    want = check(near)
+    got = far.run()
+    assert_same_bits(got, want, "out")
+    for name in ("conv_state", "state"):
+        for slot in range(3):
+            assert_same_bits(far[name][slot], near[name][slot], f"{name} of slot {slot}")

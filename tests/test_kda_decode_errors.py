@@ -346,7 +346,7 @@ def test_bad_argument_is_named_and_nothing_is_written(
             call.run(out=None)
     for old, new in zip(untouched, _contents(good), strict=True):
         assert torch.equal(old, new)
-    check(good, out=good["out"])
+    good.run()
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The registered torch op of ``kda_decode``: schema, opcheck, torch.compile with mutated caches, and fakes."""
+"""The registered torch op of ``kda_decode``: schema, opcheck, fakes, torch.compile with caches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LISTS = ("x", "conv_weight", "conv_state", "conv_bias")
 FORMS = {
     "kimi k3": Form(paged=False, inputs="wide", null_rows=(1,)),
     "DS with bias": Form(paged=False, layout="DS", bias=True, indices="column"),
-    "kimi linear": Form(paged=False, parts=True, log_decay=True, sigmoid_beta=True, norm=False),
+    "kimi linear": Form(parts=True, paged=False, log_decay=True, norm=False),
     "no rows": Form(paged=False, rows=0),
 }
 
@@ -93,7 +93,7 @@ def _between_torch_ops(x: Any, state: torch.Tensor, args: dict[str, Any]) -> tor
 def test_compiled_calls_keep_values_and_mutations(
     name: str, given: bool, backend: str, device: torch.device, rng: torch.Generator
 ) -> None:
-    if backend == "inductor" and not given:
+    if backend == "inductor" and (name != "kimi k3" or not given):
         pytest.skip("one inductor compilation is enough")
     call = _finite_call(device, rng, FORMS[name])
     if given:

@@ -23,11 +23,12 @@ _CLEAN = {
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", list(_CLEAN))
-def test_mla_kv_pack_is_clean(tool: str) -> None:
+@pytest.mark.parametrize("stem", ["mla_kv_pack", "kda_decode"])
+def test_kernels_are_clean(stem: str, tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on PATH")
-    command = [sanitizer, "--tool", tool, sys.executable, "-m", "tests.sanitizer_mla_kv_pack"]
+    command = [sanitizer, "--tool", tool, sys.executable, "-m", f"tests.sanitizer_{stem}"]
     # Every tensor in its own allocation: an access past its end is then an error, not a neighbour's byte.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(

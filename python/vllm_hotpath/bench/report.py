@@ -42,6 +42,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         columns.append((floor.choice, lambda row: row.choice or "-"))
     if _timed(rows, "stream"):
         columns.append(("stream us", lambda row: number(row.us("stream"))))
+        columns.append(("x stream", lambda row: number(row.ratio("ours", "stream"), 3)))
     if _timed(rows, "torch"):
         columns.append(("torch us", lambda row: number(row.us("torch"))))
         columns.append(("torch/ours", lambda row: number(row.ratio("torch", "ours"))))
@@ -113,10 +114,15 @@ def _summary(rows: Sequence[Row]) -> str:
     axis, floor = list(rows[0].params)[-1], rows[0].floor.name
     columns: list[tuple[str, str, str, Callable[[list[float]], float]]] = [
         (f"highest x {floor}", "ours", floor, max),
+        ("highest x stream", "ours", "stream", max),
         ("lowest torch/ours", "torch", "ours", min),
         ("lowest peer/ours", "peer", "ours", min),
     ]
-    columns = [column for column in columns if column[1] != "torch" or _timed(rows, "torch")]
+    columns = [
+        column
+        for column in columns
+        if all(_timed(rows, name) for name in column[1:3] if name in ("stream", "torch"))
+    ]
     lines = []
     for size in sorted({row.params[axis] for row in rows}, key=float):
         chosen = [row for row in rows if row.params[axis] == size]

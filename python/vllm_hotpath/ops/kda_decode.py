@@ -47,50 +47,57 @@ def kda_decode(
 
     For each row with a live slot, each of ``H`` heads of ``D = 128``, in fp32 without rounding in between::
 
-        q, k, v = silu(bias + s0 * w0 + s1 * w1 + s2 * w2 + x * w3)    # causal convolution; s becomes [s1, s2, x]
+        q, k, v = silu(bias + s0 * w0 + s1 * w1 + s2 * w2 + x * w3)    # causal convolution; s becomes
+            [s1, s2, x]
         q = q * rsqrt(sum(q * q) + 1e-6) * scale;  k = k * rsqrt(sum(k * k) + 1e-6)
         decay = exp(lower_bound * sigmoid(exp(a_log) * (gate + dt_bias)))
                 or, without lower_bound, exp(-exp(a_log) * softplus(gate + dt_bias))
         h = state * decay;  h += k * ((v - h.k) * sigmoid(beta));  state = h;  o = h.q
-        out = o * rsqrt(mean(o * o) + norm_eps) * norm_weight * sigmoid(output_gate)    # or o without a norm
+        out = o * rsqrt(mean(o * o) + norm_eps) * norm_weight * sigmoid(output_gate)
+        out = o, without a norm
 
     Activations below are all bf16 or all fp16. ``B`` is the number of rows, ``slots`` that of the pools.
 
     Args:
         x: ``[B, 3*H*D]``, q, k and v side by side, or three tensors ``[B, H*D]``. Row stride free, channel
             stride 1, any alignment.
-        conv_weight: fp32 ``[3, 4, H*D]``, tap-major, contiguous; or three contiguous tensors ``[H*D, 1, 4]`` or
-            ``[H*D, 4]``, fp32 or of the activations' dtype.
-        conv_state: ``[slots, 3*H*D, W]`` with ``W >= 3``, of which the first three columns are used; or three
-            tensors ``[slots, H*D, W]`` of equal inner strides. Any slot stride; the inner strides are read at the
-            call, so both of vLLM's layouts work: SD ``(1, 3*H*D)`` and DS ``(W, 1)``. Updated in place.
-        raw_gate: ``[B, H, D]`` or ``[1, B, H, D]``, activations' dtype or fp32. Row stride free, inner contiguous.
+        conv_weight: fp32 ``[3, 4, H*D]``, tap-major, contiguous; or three contiguous tensors
+            ``[H*D, 1, 4]`` or ``[H*D, 4]``, fp32 or of the activations' dtype.
+        conv_state: ``[slots, 3*H*D, W]`` with ``W >= 3``, of which the first three columns are used; or
+            three tensors ``[slots, H*D, W]`` of equal inner strides. Slot stride free; base and slot stride are
+            multiples of 16 bytes. The inner strides are read at the call, so both of vLLM's layouts work: SD
+            ``(1, 3*H*D)`` and DS ``(W, 1)``. Updated in place.
+        raw_gate: ``[B, H, D]`` or ``[1, B, H, D]``, activations' dtype or fp32. Row stride free, inner
+            contiguous.
         raw_beta: ``[B, H]`` or ``[1, B, H]``, activations' dtype or fp32. Row stride free, head stride 1.
         a_log: fp32, ``H`` elements, contiguous. None with ``gate_is_log_decay``.
         dt_bias: fp32, ``H*D`` elements, contiguous. None with ``gate_is_log_decay``.
-        state: ``[slots, H, V, K]`` with ``V = K = 128``, fp32, bf16 or fp16. Slot stride free (it may share pages
-            with ``conv_state``), inner contiguous; base and slot stride multiples of 16 bytes. Updated in place,
-            rounded to nearest even.
-        state_indices: ``[B]`` or ``[B, 1]``, int32 or int64, any stride. The slot of each row; live rows have
-            distinct slots.
+        state: ``[slots, H, V, K]`` with ``V = K = 128``, fp32, bf16 or fp16. Slot stride free (it may
+            share pages with ``conv_state``), inner contiguous; base and slot stride multiples of 16
+            bytes. Updated in place, rounded to nearest even.
+        state_indices: ``[B]`` or ``[B, 1]``, int32 or int64, any stride. The slot of each row; live rows
+            have distinct slots.
         conv_bias: ``3*H*D`` elements, or three of ``H*D``, dtype of ``conv_weight``, contiguous.
         lower_bound: bounds the log decay from below; None is the unbounded form.
-        output_gate: ``[B, H, D]``, activations' dtype, row stride free, inner contiguous. With ``norm_weight``.
+        output_gate: ``[B, H, D]``, activations' dtype, row stride free, inner contiguous. With
+            ``norm_weight``.
         norm_weight: fp32 ``[D]``, contiguous. With ``output_gate``; without both, o itself is stored.
         norm_eps: added to the mean of squares.
         scale: of q; None is ``D**-0.5``.
-        null_index: rows whose index is not above it are padding: their output is +0.0 and no cache byte is read or
-            written. 0 for vLLM's pools, -1 where slot 0 is real.
+        null_index: rows whose index is not above it are padding: their output is +0.0 and no cache byte
+            is read or written. 0 for vLLM's pools, -1 where slot 0 is real.
         gate_is_log_decay: ``raw_gate`` is the log decay: ``decay = exp(raw_gate)``.
         beta_is_sigmoid: ``raw_beta`` is in (0, 1) already.
-        out: ``[B, H, D]`` or ``[1, B, H, D]``, activations' dtype, row stride free. None allocates ``[B, H, D]``.
+        out: ``[B, H, D]`` or ``[1, B, H, D]``, activations' dtype, row stride free. None allocates ``[B,
+            H, D]``.
 
     Returns:
         ``out``. Without rows nothing is launched.
 
     Raises:
         TypeError: a dtype that is not supported, or not the one required.
-        ValueError: a shape, stride, alignment, device, overlap or combination of options that is not supported.
+        ValueError: a shape, stride, alignment, device, overlap or combination of options that is not
+            supported.
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
     if _is_compiling() or _needs_dispatcher(state):
@@ -208,10 +215,10 @@ def _fake_kda_decode(*arguments: object) -> None:
 
 register(
     "kda_decode",
-    "(Tensor[] x, Tensor[] conv_weight, Tensor(a!)[] conv_state, Tensor raw_gate, Tensor raw_beta, Tensor? a_log, "
-    "Tensor? dt_bias, Tensor(b!) state, Tensor state_indices, Tensor(c!) out, Tensor[] conv_bias, "
-    "float? lower_bound, Tensor? output_gate, Tensor? norm_weight, float norm_eps, float? scale, int null_index, "
-    "bool gate_is_log_decay, bool beta_is_sigmoid) -> ()",
+    "(Tensor[] x, Tensor[] conv_weight, Tensor(a!)[] conv_state, Tensor raw_gate, Tensor raw_beta, "
+    "Tensor? a_log, Tensor? dt_bias, Tensor(b!) state, Tensor state_indices, Tensor(c!) out, "
+    "Tensor[] conv_bias, float? lower_bound, Tensor? output_gate, Tensor? norm_weight, float norm_eps, "
+    "float? scale, int null_index, bool gate_is_log_decay, bool beta_is_sigmoid) -> ()",
     _kda_decode,
     _fake_kda_decode,
 )

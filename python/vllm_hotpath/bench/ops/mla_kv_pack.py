@@ -26,6 +26,9 @@ _LATENT = 512
 _RAGGED = (13, 137)
 _BENCH_TOKENS = (64, 128, 256, 512, 1024, 4096, 16384, 65536)
 _QUICK_TOKENS = (64, 512, 4096, 16384)
+# The forms beside bf16 are measured at one head count.
+_FORM_HEADS = 12
+_FORM_TOKENS = (64, 512, 4096, 16384)
 
 
 @dataclass(frozen=True)
@@ -214,24 +217,55 @@ def _verify_cases(op: str, shape: Shape) -> Iterator[VerifyCase]:
             yield VerifyCase(recipe.label(tokens), verify(recipe, shape, tokens))
 
 
+class Form(NamedTuple):
+    """What a benchmark row varies beside the sizes: dtypes, scales, padding of V, alignment."""
+
+    name: str
+    dtype: torch.dtype = BF16
+    rope: torch.dtype = BF16
+    scaled: bool = False
+    v_pad_to: int | None = None
+    odd: bool = False
+
+
+_FORMS = {
+    "mla_kv_concat": (
+        Form("bf16"),
+        Form("e4m3", FP8, FP8),
+        Form("odd rows", odd=True),
+    ),
+    "mla_kv_concat_quant_fp8": (
+        Form("bf16"),
+        Form("fp16", torch.float16, torch.float16),
+        Form("scaled", scaled=True),
+        Form("e4m3 k_pe", rope=FP8),
+        Form("v to 192", v_pad_to=192),
+        Form("odd rows", odd=True),
+    ),
+}
+
+
 def _bench_buffers(
-    op: str, shape: Shape, tokens: int, device: torch.device, count: int
+    op: str, form: Form, shape: Shape, tokens: int, device: torch.device, count: int
 ) -> Iterator[tuple[_Inputs, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield inputs, the projection they are halves of, and the outputs: views of a few allocations."""
     heads, nope, rope, wide = shape.heads, shape.nope, shape.rope, shape.nope + shape.v
     fp8 = op == "mla_kv_concat_quant_fp8"
-    out_dtype = FP8 if fp8 else BF16
-    kv = torch.randn(count, tokens, heads, wide, dtype=BF16, device=device)
-    workspace = torch.randn(count, tokens, _LATENT + rope, dtype=BF16, device=device)
+    out_dtype = FP8 if fp8 else form.dtype
+    first = int(form.odd)
+    kv = torch.randn(count, tokens, heads * wide + first, dtype=BF16, device=device).to(form.dtype)
+    kv = kv[..., first:].unflatten(-1, (heads, wide))
+    workspace = torch.randn(count, tokens, _LATENT + rope, dtype=BF16, device=device).to(form.rope)
     k_out = torch.empty(count, tokens, heads, nope + rope, dtype=out_dtype, device=device)
-    v_out = torch.empty(count, tokens, heads, shape.v if fp8 else 0, dtype=out_dtype, device=device)
+    v_width = (form.v_pad_to or shape.v) if fp8 else 0
+    v_out = torch.empty(count, tokens, heads, v_width, dtype=out_dtype, device=device)
     for i in range(count):
         inputs = _Inputs(kv[i, ..., :nope], workspace[i, :, _LATENT:], kv[i, ..., nope:])
         yield inputs, kv[i], k_out[i], v_out[i]
 
 
-def _make_concat(shape: Shape, tokens: int, device: torch.device, count: int) -> list[BufferSet]:
-    peer = peers.op("_C", "fused_kimi_k3_mla_kv_concat")
+def _make_concat(form: Form, shape: Shape, tokens: int, device: torch.device, count: int) -> list[BufferSet]:
+    peer = peers.op("_C", "fused_kimi_k3_mla_kv_concat") if form.name in _PEER_FORMS else None
 
     def one(inputs: _Inputs, k: torch.Tensor) -> BufferSet:
         k_nope, k_pe, _ = inputs
@@ -253,17 +287,19 @@ def _make_concat(shape: Shape, tokens: int, device: torch.device, count: int) ->
         subjects = {"ours": ours, "torch": stock} | ({"peer": theirs} if peer else {})
         return BufferSet(subjects, (k,), lambda: (_concat(k_nope, k_pe),))
 
-    return [
-        one(inputs, k) for inputs, _, k, _ in _bench_buffers("mla_kv_concat", shape, tokens, device, count)
-    ]
+    buffers = _bench_buffers("mla_kv_concat", form, shape, tokens, device, count)
+    return [one(inputs, k) for inputs, _, k, _ in buffers]
 
 
-def _make_fp8(shape: Shape, tokens: int, device: torch.device, count: int) -> list[BufferSet]:
-    peer = peers.op("_C", "fused_kimi_k3_mla_kv_concat_quant_fp8")
+def _make_fp8(form: Form, shape: Shape, tokens: int, device: torch.device, count: int) -> list[BufferSet]:
+    peer = peers.op("_C", "fused_kimi_k3_mla_kv_concat_quant_fp8") if form.name in _PEER_FORMS else None
+    scale = torch.tensor([0.37], device=device) if form.scaled else None
 
     def one(inputs: _Inputs, kv: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> BufferSet:
         def ours() -> tuple[torch.Tensor, torch.Tensor]:
-            return mla_kv_pack.mla_kv_concat_quant_fp8(*inputs, k_out=k, v_out=v)
+            return mla_kv_pack.mla_kv_concat_quant_fp8(
+                *inputs, k_scale=scale, v_scale=scale, k_out=k, v_out=v, v_pad_to=form.v_pad_to
+            )
 
         def stock() -> tuple[torch.Tensor, torch.Tensor]:
             kv_fp8, pe_fp8 = kv.to(FP8), inputs.k_pe.to(FP8)
@@ -276,37 +312,52 @@ def _make_fp8(shape: Shape, tokens: int, device: torch.device, count: int) -> li
             peer(*inputs, k, v)
             return k, v
 
-        subjects = {"ours": ours, "torch": stock} | ({"peer": theirs} if peer else {})
-        return BufferSet(subjects, (k, v), lambda: _reference_fp8(inputs))
+        subjects: dict[str, Callable[[], tuple[torch.Tensor, ...]]] = {"ours": ours}
+        if form.name == "bf16":
+            subjects["torch"] = stock
+        if peer is not None:
+            subjects["peer"] = theirs
+        return BufferSet(subjects, (k, v), lambda: _reference_fp8(inputs, scale, scale, form.v_pad_to))
 
-    buffers = _bench_buffers("mla_kv_concat_quant_fp8", shape, tokens, device, count)
+    buffers = _bench_buffers("mla_kv_concat_quant_fp8", form, shape, tokens, device, count)
     return [one(*buffers_of_one) for buffers_of_one in buffers]
 
 
-def bytes_moved(op: str, shape: Shape, tokens: int) -> tuple[int, int]:
-    """Bytes that ``op`` has to read and to write for bf16 inputs; k_pe is read once for all heads."""
+# What vLLM's kernels accept.
+_PEER_FORMS = ("bf16", "fp16", "e4m3 k_pe")
+
+
+def bytes_moved(
+    op: str, shape: Shape, tokens: int, form: Form = _FORMS["mla_kv_concat"][0]
+) -> tuple[int, int]:
+    """Bytes that ``op`` has to read and to write; k_pe is read once for all heads."""
     rows = tokens * shape.heads
-    shared = tokens * shape.rope * 2
+    size = form.dtype.itemsize
+    shared = tokens * shape.rope * form.rope.itemsize
     if op == "mla_kv_concat":
-        return rows * shape.nope * 2 + shared, rows * (shape.nope + shape.rope) * 2
-    return rows * (shape.nope + shape.v) * 2 + shared, rows * (shape.nope + shape.rope + shape.v)
+        return rows * shape.nope * size + shared, rows * (shape.nope + shape.rope) * size
+    v_width = form.v_pad_to or shape.v
+    return rows * (shape.nope + shape.v) * size + shared, rows * (shape.nope + shape.rope + v_width)
 
 
 def _bench_cases(op: str, shape: Shape, quick: bool) -> Iterator[BenchCase]:
     make = _make_concat if op == "mla_kv_concat" else _make_fp8
-    for tokens in _QUICK_TOKENS if quick else _BENCH_TOKENS:
-        read, written = bytes_moved(op, shape, tokens)
-        held = (
-            tokens * shape.heads * (shape.nope + shape.v) * 2 + tokens * (_LATENT + shape.rope) * 2 + written
-        )
-        yield BenchCase(
-            op=op,
-            params={"H": shape.heads, "T": tokens},
-            bytes_read=read,
-            bytes_written=written,
-            set_bytes=held,
-            make=lambda device, count, tokens=tokens: make(shape, tokens, device, count),  # type: ignore[misc]
-        )
+    for form in _FORMS[op]:
+        if form.name != "bf16" and (quick or shape.heads != _FORM_HEADS):
+            continue
+        for tokens in _QUICK_TOKENS if quick else _BENCH_TOKENS if form.name == "bf16" else _FORM_TOKENS:
+            read, written = bytes_moved(op, shape, tokens, form)
+            held = tokens * shape.heads * (shape.nope + shape.v) * 2 + tokens * (_LATENT + shape.rope) * 2
+            yield BenchCase(
+                op=op,
+                params={"form": form.name, "H": shape.heads, "T": tokens},
+                bytes_read=read,
+                bytes_written=written,
+                set_bytes=held + written,
+                make=lambda device, count, form=form, tokens=tokens: make(  # type: ignore[misc]
+                    form, shape, tokens, device, count
+                ),
+            )
 
 
 SPEC = OpSpec(
