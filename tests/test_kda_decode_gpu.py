@@ -1,4 +1,4 @@
-"""CUDA behaviour of ``kda_decode``: parity with the CPU, plans, capture, streams, ordering, 64-bit offsets."""
+"""CUDA behaviour of ``kda_decode``: parity with the CPU, plans, capture, streams, order, 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -98,8 +98,10 @@ def test_every_size_agrees_with_the_cpu(heads: int, state_dtype: torch.dtype, rn
 def test_every_batch_size_gives_every_row_its_result(
     heads: int, state_dtype: torch.dtype, rng: torch.Generator
 ) -> None:
-    """Batches of 1 to 300 rows cross every change of plan. Each is within the tolerances of the reference, not
-    equal to other batch sizes bit for bit: plans may sum in another order. The convolution state is.
+    """Batches of 1 to 300 rows cross every change of plan.
+
+    Each is within the tolerances of the reference, and its convolution state is right to the bit. The rest need
+    not equal other batch sizes bit for bit: plans may sum in another order.
     """
     null_rows = (5, 64, 299)
     by_row = ("x", "raw_gate", "raw_beta", "output_gate", "state_indices")
@@ -112,9 +114,7 @@ def test_every_batch_size_gives_every_row_its_result(
     for rows in range(1, 301):
         for name, bits in first.items():
             as_bits(call[name]).copy_(bits)
-        part = {
-            name: call[name][:rows] for name in ("x", "raw_gate", "raw_beta", "output_gate", "state_indices")
-        }
+        part = {name: call[name][:rows] for name in by_row}
         out = poisoned_out(call.changed(**part))
         call.run(**part, out=out)
         live = int((want.rows < rows).sum())
