@@ -32,11 +32,10 @@ variants! {
     F32_QUARTER, K_F32_QUARTER = c"kda_decode_f32_quarter", 4 blocks, 128 threads, 0 staged;
     F32_HALF, K_F32_HALF = c"kda_decode_f32_half", 2 blocks, 128 threads, 32768 staged;
     F32_STEPPED, K_F32_STEPPED = c"kda_decode_f32_stepped", 1 blocks, 256 threads, 0 staged;
-    F32_NARROW, K_F32_NARROW = c"kda_decode_f32_narrow", 1 blocks, 128 threads, 0 staged;
     BF16_HALF, K_BF16_HALF = c"kda_decode_bf16_half", 2 blocks, 128 threads, 16384 staged;
-    BF16_NARROW, K_BF16_NARROW = c"kda_decode_bf16_narrow", 1 blocks, 128 threads, 32768 staged;
+    BF16_STAGED, K_BF16_STAGED = c"kda_decode_bf16_staged", 1 blocks, 256 threads, 32768 staged;
     FP16_HALF, K_FP16_HALF = c"kda_decode_fp16_half", 2 blocks, 128 threads, 16384 staged;
-    FP16_NARROW, K_FP16_NARROW = c"kda_decode_fp16_narrow", 1 blocks, 128 threads, 32768 staged;
+    FP16_STAGED, K_FP16_STAGED = c"kda_decode_fp16_staged", 1 blocks, 256 threads, 32768 staged;
 }
 
 /// Twin of `KdaParams` in the kernels' file. Strides in elements.
@@ -102,13 +101,12 @@ fn dtype_code(dtype: DType) -> u32 {
 fn variant(state: DType, heads: u64) -> &'static Variant {
     match (state, heads) {
         (DType::F32, ..=36) => &F32_QUARTER,
-        (DType::F32, ..=224) => &F32_HALF,
-        (DType::F32, ..=320) => &F32_STEPPED,
-        (DType::F32, _) => &F32_NARROW,
-        (DType::BF16, ..=224) => &BF16_HALF,
-        (DType::BF16, _) => &BF16_NARROW,
-        (_, ..=224) => &FP16_HALF,
-        (..) => &FP16_NARROW,
+        (DType::F32, ..=288) => &F32_HALF,
+        (DType::F32, _) => &F32_STEPPED,
+        (DType::BF16, ..=384) => &BF16_HALF,
+        (DType::BF16, _) => &BF16_STAGED,
+        (_, ..=384) => &FP16_HALF,
+        (..) => &FP16_STAGED,
     }
 }
 
