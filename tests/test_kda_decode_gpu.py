@@ -100,8 +100,8 @@ def test_every_batch_size_gives_every_row_its_result(
 ) -> None:
     """Batches of 1 to 300 rows cross every change of plan.
 
-    Each is within the tolerances of the reference, and its convolution state is right to the bit. The rest need
-    not equal other batch sizes bit for bit: plans may sum in another order.
+    Each is within the tolerances of the reference, and its convolution state is right to the bit. The rest
+    need not equal other batch sizes bit for bit: plans may sum in another order.
     """
     null_rows = (5, 64, 299)
     by_row = ("x", "raw_gate", "raw_beta", "output_gate", "state_indices")

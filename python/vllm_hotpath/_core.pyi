@@ -46,8 +46,8 @@ def bench_launch(src: object, dst: object, launches: int, /) -> float:
 def bench_rmw(pool: object, offset: int, stride: int, tiles: int, tile_bytes: int, split: int, /) -> None:
     """Read and rewrite ``tiles`` stretches of ``tile_bytes`` in a contiguous uint8 ``pool``.
 
-    Tile i starts ``offset + i * stride`` bytes into the pool; ``split`` (1 to 16, a power of two) thread blocks
-    share 64 KiB. The traffic floor of ops that update a state in place.
+    Tile i starts ``offset + i * stride`` bytes into the pool; 1 to 16 thread blocks (``split``, a power
+    of two) share 64 KiB. The traffic floor of ops that update a state in place.
     """
 
 def fatbin(stem: str) -> bytes:
