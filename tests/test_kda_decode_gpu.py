@@ -207,7 +207,6 @@ def test_zero_rows_launch_nothing(rng: torch.Generator) -> None:
 
 _FIRST_CALL = """
 import torch
-from tests.helpers import BF16
 from tests.kda_cases import check, make_call, poisoned_out
 
 rng = torch.Generator().manual_seed({seed})

@@ -64,9 +64,9 @@ def kda_decode(
         conv_weight: fp32 ``[3, 4, H*D]``, tap-major, contiguous; or three contiguous tensors
             ``[H*D, 1, 4]`` or ``[H*D, 4]``, fp32 or of the activations' dtype.
         conv_state: ``[slots, 3*H*D, W]`` with ``W >= 3``, of which the first three columns are used; or
-            three tensors ``[slots, H*D, W]`` of equal inner strides. Slot stride free;
-            base and slot stride are multiples of 16 bytes. The inner strides are read at the call, so both of vLLM's layouts work: SD
-            ``(1, 3*H*D)`` and DS ``(W, 1)``. Updated in place.
+            three tensors ``[slots, H*D, W]`` of equal inner strides. Slot stride free; base and slot stride
+            are multiples of 16 bytes. The inner strides are read at the call, so both of vLLM's layouts
+            work: SD ``(1, 3*H*D)`` and DS ``(W, 1)``. Updated in place.
         raw_gate: ``[B, H, D]`` or ``[1, B, H, D]``, activations' dtype or fp32. Row stride free, inner
             contiguous.
         raw_beta: ``[B, H]`` or ``[1, B, H]``, activations' dtype or fp32. Row stride free, head stride 1.
