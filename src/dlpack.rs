@@ -30,6 +30,11 @@ const VERSIONED_CAPSULE: &CStr = c"dltensor_versioned";
 const VERSIONED_CAPSULE_USED: &CStr = c"used_dltensor_versioned";
 const DLPACK_MAJOR: u32 = 1;
 
+/// Tensors of a 64-bit process lie above it, but for those of a program that is not position-independent.
+const LOWEST_ADDRESS: usize = 1 << 40;
+/// No memory is ever mapped below it.
+const LOWEST_PAGE: usize = 1 << 16;
+
 // ---- Types seen so far --------------------------------------------------------------------------------------------
 
 /// What is known of a Python tensor type.
@@ -54,13 +59,13 @@ const TORCH: u8 = 2;
 
 /// More types than a process uses with these ops: torch.Tensor, Parameter, the Parameter classes of an engine, numpy's and
 /// cupy's arrays. A type beyond them works and is looked up at each call. Slots are filled with the GIL held, one by one.
-static SLOTS: [Slot; 32] = [const {
+static SLOTS: [Slot; 64] = [const {
     Slot {
         ty: AtomicPtr::new(ptr::null_mut()),
         api: AtomicPtr::new(ptr::null_mut()),
         flags: AtomicU8::new(0),
     }
-}; 32];
+}; 64];
 
 #[inline]
 fn type_info(object: &Bound<'_, PyAny>) -> PyResult<TypeInfo> {
@@ -162,7 +167,7 @@ pub fn needs_dispatcher(object: &Bound<'_, PyAny>) -> PyResult<bool> {
 pub struct Arguments<'py> {
     py: Python<'py>,
     lent: Vec<Lent>,
-    /// An exchange table that can tell the current stream.
+    /// torch's exchange table, which tells its current stream, once an argument is a torch tensor.
     streams: *const DLPackExchangeAPI,
 }
 
@@ -218,10 +223,24 @@ impl<'py> Arguments<'py> {
         } else {
             self.read_from_table(object, info, out)?;
         }
-        if out.data.is_null() && out.numel() > 0 {
-            return Err(out.value_error("a tensor with memory"));
+        if out.data.addr() < LOWEST_ADDRESS && out.numel() > 0 {
+            self.refuse_missing_memory(object, info, out)?;
         }
         Ok(())
+    }
+
+    /// A tensor whose storage is gone reports null plus the offset of its view.
+    #[cold]
+    fn refuse_missing_memory(&self, object: &Bound<'py, PyAny>, info: TypeInfo, out: &Tensor) -> Result<()> {
+        let mut missing = out.data.addr() < LOWEST_PAGE;
+        if info.torch {
+            // torch raises where the storage never had memory.
+            let storage = object.call_method0(intern!(self.py, "untyped_storage"));
+            let address = storage.and_then(|storage| storage.call_method0(intern!(self.py, "data_ptr")));
+            missing |=
+                address.and_then(|address| address.extract::<usize>()).map_or(true, |address| address == 0);
+        }
+        if missing { Err(out.value_error("a tensor with memory")) } else { Ok(()) }
     }
 
     #[inline]
@@ -243,13 +262,14 @@ impl<'py> Arguments<'py> {
         if status != 0 {
             return Err(self.not_a_tensor(object, out, PyErr::fetch(self.py)));
         }
-        if self.streams.is_null() || info.torch {
+        if info.torch {
             self.streams = info.api;
         }
         set(out, &raw)?;
-        // The table reports the memory of a lazily negated tensor as it is. Only real views of complex tensors are ever
-        // lazily negated, so other dtypes need no look (of 100 ns).
-        if info.torch && matches!(out.dtype, DType::F16 | DType::F32) {
+        // The table reports the memory of a lazily negated tensor as it is. Such tensors are imaginary parts, every other
+        // element of something. The look takes 100 ns, which bf16 and FP8 activations with neighbouring elements are spared:
+        // there only a private function, or as_strided of an imaginary part, makes a negated one.
+        if info.torch && (matches!(out.dtype, DType::F16 | DType::F32) || out.skips_elements()) {
             let negative = object.call_method0(intern!(self.py, "is_neg"))?.is_truthy()?;
             if negative {
                 return Err(out.value_error("a tensor without the negative bit (call resolve_neg() first)"));
@@ -267,16 +287,18 @@ impl<'py> Arguments<'py> {
             Err(error) => return Err(self.not_a_tensor(object, out, error)),
         };
         let keywords = PyDict::new(py);
-        if let Ok(device) = object.call_method0(intern!(py, "__dlpack_device__"))
-            && let Ok((kind, _)) = device.extract::<(u32, i32)>()
-            && kind == DLDeviceType::kDLCUDA
-        {
+        let device = match object.call_method0(intern!(py, "__dlpack_device__")) {
+            Ok(device) => device,
+            Err(error) => return Err(self.not_a_tensor(object, out, error)),
+        };
+        let kind = device.get_item(0).and_then(|kind| kind.extract::<u32>());
+        if let Ok(DLDeviceType::kDLCUDA | DLDeviceType::kDLCUDAHost | DLDeviceType::kDLCUDAManaged) = kind {
             keywords.set_item(intern!(py, "stream"), -1)?;
         }
         keywords.set_item(intern!(py, "max_version"), (DLPACK_MAJOR, 3))?;
         let capsule = match method.call((), Some(&keywords)) {
-            Err(error) if error.is_instance_of::<PyTypeError>(py) => {
-                // A producer from before DLPack 1.0 knows no max_version.
+            // A producer from before DLPack 1.0 knows no max_version: the call does not get inside, so nothing is traced.
+            Err(error) if error.is_instance_of::<PyTypeError>(py) && error.traceback(py).is_none() => {
                 keywords.del_item(intern!(py, "max_version"))?;
                 method.call((), Some(&keywords))
             }
@@ -319,8 +341,7 @@ impl<'py> Arguments<'py> {
         }
     }
 
-    /// torch's current stream of a device: the one of the arguments' library, else torch's where it is loaded, else the
-    /// legacy default stream.
+    /// torch's current stream of a device, the legacy default stream where torch is not loaded.
     pub fn current_stream(&self, device: i32) -> Result<Stream> {
         let mut table = self.streams;
         if table.is_null()
@@ -370,29 +391,61 @@ impl<'py> Arguments<'py> {
 #[inline]
 fn set(out: &mut Tensor, raw: &DLTensor) -> Result<()> {
     let ndim = usize::try_from(raw.ndim).unwrap_or(usize::MAX);
+    let refuse =
+        |expected: String, got: String| Err(Error::Value { op: out.op, argument: out.name, expected, got });
     if ndim > MAX_DIMS {
-        let (expected, got) = (format!("at most {MAX_DIMS} dimensions"), format!("{} dimensions", raw.ndim));
-        return Err(Error::Value { op: out.op, argument: out.name, expected, got });
+        return refuse(format!("at most {MAX_DIMS} dimensions"), format!("{} dimensions", raw.ndim));
     }
     if ndim == 0 {
         out.set_layout(&[], None);
+    } else if raw.shape.is_null() {
+        return refuse("a tensor with a shape".into(), format!("{ndim} dimensions without one"));
     } else {
         // SAFETY: DLPack: shape has ndim entries, and strides too unless it is null (contiguous, before DLPack 1.2).
-        unsafe {
-            let shape = slice::from_raw_parts(raw.shape, ndim);
+        let (shape, strides) = unsafe {
             let strides = (!raw.strides.is_null()).then(|| slice::from_raw_parts(raw.strides, ndim));
-            out.set_layout(shape, strides);
+            (slice::from_raw_parts(raw.shape, ndim), strides)
+        };
+        if !addressable(shape, strides) {
+            return refuse(
+                "sizes and strides that fit an address space".into(),
+                format!("{shape:?}, {strides:?}"),
+            );
         }
+        out.set_layout(shape, strides);
     }
     out.dtype = DType { code: raw.dtype.code, bits: raw.dtype.bits, lanes: raw.dtype.lanes };
     out.device = match raw.device.device_type {
         DLDeviceType::kDLCPU | DLDeviceType::kDLCUDAHost => Device::Cpu,
-        DLDeviceType::kDLCUDA => Device::Cuda(raw.device.device_id),
+        DLDeviceType::kDLCUDA | DLDeviceType::kDLCUDAManaged => Device::Cuda(raw.device.device_id),
         other => Device::Other(other),
     };
     // DLPack counts the offset in bytes from `data`, which is null for a tensor without elements.
-    out.data = raw.data.cast::<u8>().wrapping_add(raw.byte_offset as usize);
+    out.data = if raw.data.is_null() {
+        ptr::null_mut()
+    } else {
+        raw.data.cast::<u8>().wrapping_add(raw.byte_offset as usize)
+    };
     Ok(())
+}
+
+/// Whether no size is negative and neither the elements nor the distance between any two of them, in elements, exceed 2^58.
+#[inline]
+fn addressable(shape: &[i64], strides: Option<&[i64]>) -> bool {
+    const LIMIT: i64 = 1 << 58;
+    let (mut elements, mut distance) = (1_i64, 0_i64);
+    for (dim, &size) in shape.iter().enumerate() {
+        if size < 0 {
+            return false;
+        }
+        elements = elements.saturating_mul(size);
+        if let Some(strides) = strides
+            && size > 1
+        {
+            distance = distance.saturating_add((size - 1).saturating_mul(strides[dim].saturating_abs()));
+        }
+    }
+    elements == 0 || (elements <= LIMIT && distance <= LIMIT)
 }
 
 fn type_name(object: &Bound<'_, PyAny>) -> String {

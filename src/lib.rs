@@ -76,17 +76,22 @@ fn unsupported_reason(op: &str, device_index: i32) -> Result<Option<String>> {
             got: op.into(),
         });
     };
-    match cuda::device(op.name, device_index) {
-        Ok(device) => Ok(cuda::module::unsupported_reason(device)),
+    match cuda::describe_device(op.name, device_index) {
+        Ok((_, device)) => Ok(cuda::module::unsupported_reason(&device)),
         Err(Error::Unsupported { reason, .. }) => Ok(Some(reason)),
         Err(error) => Ok(Some(error.to_string())),
     }
 }
 
 #[pyfunction]
-#[pyo3(signature = (tensor, /))]
-fn needs_dispatcher(tensor: Bound<'_, PyAny>) -> PyResult<bool> {
-    dlpack::needs_dispatcher(&tensor)
+#[pyo3(signature = (*objects))]
+fn needs_dispatcher(objects: Bound<'_, PyTuple>) -> PyResult<bool> {
+    for object in objects.iter_borrowed() {
+        if dlpack::needs_dispatcher(&object)? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 #[pyfunction]

@@ -1,8 +1,10 @@
 //! The thread pool of the CPU implementations. It survives fork: a child gets a pool of its own at its first use.
 
+use std::num::NonZero;
 use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::thread::available_parallelism;
 
 use rayon::ThreadPool;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
@@ -26,7 +28,12 @@ fn pool() -> Option<&'static ThreadPool> {
         return Some(pool);
     }
     // A process that may start no thread (a limit of its container) works on the calling one.
-    let pool = rayon::ThreadPoolBuilder::new().thread_name(|i| format!("hotpath-cpu-{i}")).build().ok()?;
+    // RAYON_NUM_THREADS may ask for fewer threads than there are processors, not for more.
+    let processors = available_parallelism().map_or(1, NonZero::get);
+    let asked = std::env::var("RAYON_NUM_THREADS").ok().and_then(|n| n.parse().ok()).filter(|n| *n > 0);
+    let threads = asked.map_or(processors, |n: usize| n.min(processors));
+    let builder = rayon::ThreadPoolBuilder::new().num_threads(threads);
+    let pool = builder.thread_name(|i| format!("hotpath-cpu-{i}")).build().ok()?;
     let made = Box::into_raw(Box::new(pool));
     match POOL.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: leaked above, and a pool is never freed once it is published.

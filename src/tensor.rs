@@ -17,6 +17,8 @@ pub struct DType {
     pub lanes: u16,
 }
 
+const UNKNOWN_DTYPE: &str = "unknown";
+
 impl DType {
     pub const BF16: Self = Self::of(4, 16);
     pub const F16: Self = Self::of(2, 16);
@@ -60,14 +62,19 @@ impl DType {
             (13, 8, 1) => "float8_e5m2fnuz",
             (14, 8, 1) => "float8_e8m0fnu",
             (17, 4, 2) => "float4_e2m1fn_x2",
-            _ => "a dtype unknown here",
+            _ => UNKNOWN_DTYPE,
         }
     }
 }
 
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.torch_name())
+        match self.torch_name() {
+            UNKNOWN_DTYPE => {
+                write!(f, "DLPack dtype {{code {}, bits {}, lanes {}}}", self.code, self.bits, self.lanes)
+            }
+            name => f.write_str(name),
+        }
     }
 }
 
@@ -161,6 +168,12 @@ impl Tensor {
 
     pub fn numel(&self) -> i64 {
         self.shape().iter().product()
+    }
+
+    /// Whether all strides between elements are even, so that it may be a part of complex numbers.
+    #[inline]
+    pub fn skips_elements(&self) -> bool {
+        (0..self.ndim).all(|dim| self.stride(dim) % 2 == 0)
     }
 
     /// Elements between two neighbours of dimension `dim`, 0 where there are no two.

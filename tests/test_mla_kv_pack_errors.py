@@ -357,13 +357,13 @@ def test_fake_tensor_on_the_raw_path_is_an_error(op: str, device: torch.device, 
 
 
 @pytest.mark.parametrize("op", BOTH)
-def test_fake_tensor_beside_real_ones_is_an_error(
+def test_fake_tensor_beside_real_ones_is_refused_by_torch(
     op: str, device: torch.device, rng: torch.Generator
 ) -> None:
     call = Call(op, device, rng)
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(call.args["k_pe"])
-    with pytest.raises((ValueError, TypeError), match=f"{op}: k_pe: expected .*, got "):
+    with pytest.raises(AssertionError, match=f"FakeTensor.*vllm_hotpath.{op}"):
         call.run(k_pe=fake)
     for output in call.outputs.values():
         output.assert_untouched()

@@ -31,8 +31,8 @@ def exchange_api_version(type_: type) -> tuple[int, int] | None:
 def unsupported_reason(op: str, device_index: int) -> str | None:
     """Why ``op`` has no CUDA kernel for that device, None when it has one. Initialises CUDA."""
 
-def needs_dispatcher(tensor: object, /) -> bool:
-    """Whether the type of ``tensor`` has its own ``__torch_dispatch__``, as FakeTensor has."""
+def needs_dispatcher(*objects: object) -> bool:
+    """Whether the type of one of them has its own ``__torch_dispatch__``, as FakeTensor has."""
 
 def borrow_tensors(*tensors: object) -> int:
     """Read every argument as an op would, and return how many there were. For the call-overhead benchmark."""

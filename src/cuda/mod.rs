@@ -154,7 +154,7 @@ fn make_device(op: &'static str, index: i32, slot: &AtomicPtr<DeviceState>) -> R
 }
 
 /// Reads a device's properties without making a context.
-fn describe_device(op: &'static str, index: i32) -> Result<(CUdevice, DeviceInfo)> {
+pub fn describe_device(op: &'static str, index: i32) -> Result<(CUdevice, DeviceInfo)> {
     initialize(op)?;
     let mut handle = 0;
     let mut name = [0_u8; 128];

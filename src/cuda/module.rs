@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use cudarc::driver::sys::{self, CUfunc_st, CUfunction, CUfunction_attribute, CUlib_st, CUlibrary};
 
-use super::{DeviceState, MAX_DEVICES, RelaxedCapture, check};
+use super::{DeviceInfo, DeviceState, MAX_DEVICES, RelaxedCapture, check};
 use crate::error::{Error, Result};
 
 include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
@@ -97,7 +97,7 @@ impl Kernel {
         device: &DeviceState,
         slot: &AtomicPtr<CUfunc_st>,
     ) -> Result<CUfunction> {
-        if let Some(reason) = unsupported_reason(device) {
+        if let Some(reason) = unsupported_reason(&device.info) {
             return Err(Error::Unsupported { op, reason });
         }
         let fatbin = Fatbin::of(self.stem).ok_or_else(|| Error::Unsupported {
@@ -128,14 +128,14 @@ impl Kernel {
 }
 
 /// Why this build has no kernels for a device, `None` when it has them.
-pub fn unsupported_reason(device: &DeviceState) -> Option<String> {
-    if device.info.target().is_some() {
+pub fn unsupported_reason(device: &DeviceInfo) -> Option<String> {
+    if device.target().is_some() {
         return None;
     }
-    let (major, minor) = device.info.capability;
+    let (major, minor) = device.capability;
     Some(format!(
         "{} has compute capability {major}.{minor}; this build has kernels for {}",
-        device.info.name,
+        device.name,
         TARGETS.join(", ")
     ))
 }

@@ -6,7 +6,8 @@ What an op needs from torch beyond its own module lives here: output allocation 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -31,7 +32,7 @@ class Support(NamedTuple):
 
 
 def is_supported(op: str, device: torch.device | str | int | None = None) -> Support:
-    """Say whether ``op`` runs on ``device``, without running it.
+    """Say whether ``op`` runs on ``device``, without running it. For a CUDA device, initialises CUDA.
 
     Args:
         op: public name of the op, such as ``"mla_kv_concat"``.
@@ -48,14 +49,15 @@ def is_supported(op: str, device: torch.device | str | int | None = None) -> Sup
         raise ValueError(f"is_supported: op: expected one of {', '.join(sorted(STEMS))}, got {op!r}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if where.type == "cpu":
+    # torch.device keeps an index in 8 bits, so a number is taken as it is.
+    kind, _, number = ("cuda", "", str(device)) if isinstance(device, int) else str(device).partition(":")
+    if kind == "cpu":
         return Support(True, "")
-    if where.type != "cuda":
-        return Support(False, f"{op} has kernels for CUDA and CPU devices, not for {where.type}")
-    index = (
-        torch.cuda.current_device() if where.index is None and torch.cuda.is_available() else where.index or 0
-    )
+    if kind != "cuda":
+        return Support(False, f"{op} has kernels for CUDA and CPU devices, not for {kind}")
+    index = int(number) if number else torch.cuda.current_device() if torch.cuda.is_available() else 0
+    if not 0 <= index < 2**31:
+        return Support(False, f"there is no cuda:{index}")
     reason = _core.unsupported_reason(op, index)
     return Support(reason is None, reason or "")
 
@@ -68,7 +70,33 @@ def allocate(device: str, shape: Sequence[int], dtype: str) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device=_device(device))
 
 
-_LIBRARY = torch.library.Library("vllm_hotpath", "FRAGMENT")
+# A reload of this module keeps the library, and the ops with it.
+_LIBRARY: torch.library.Library = globals().get("_LIBRARY") or torch.library.Library(
+    "vllm_hotpath", "FRAGMENT"
+)
+
+
+def through_dispatcher(*arguments: object) -> bool:
+    """Whether torch has to see a call: Dynamo compiles it, a mode or tracer records it, or an argument does.
+
+    Eager calls otherwise go to the extension directly.
+    """
+    return bool(_is_compiling() or _modes() or _is_tracing() or _core.needs_dispatcher(*arguments))
+
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing
+
+
+TensorOrNone = TypeVar("TensorOrNone", torch.Tensor, torch.Tensor | None)
+
+
+def plain(tensor: TensorOrNone) -> TensorOrNone:
+    """The tensor as the extension reads it, below the dispatcher that has handled its type."""
+    if tensor is None or not _core.needs_dispatcher(tensor):
+        return tensor
+    return tensor.as_subclass(torch.Tensor)
 
 
 def register(
@@ -92,3 +120,8 @@ def register(
     # No gradients, as in the eager call: results do not require grad even where an input does.
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"vllm_hotpath::{name}", fake, lib=_LIBRARY)
+
+
+# Importing this package registers every op.
+for _stem in OPS:
+    import_module(f"{__name__}.{_stem}")

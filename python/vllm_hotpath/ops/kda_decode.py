@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_hotpath import _core
-from vllm_hotpath.ops import allocate, register
+from vllm_hotpath.ops import allocate, plain, register, through_dispatcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     Tensors = torch.Tensor | Sequence[torch.Tensor]
-
-_is_compiling = torch.compiler.is_dynamo_compiling
-_needs_dispatcher = _core.needs_dispatcher
 
 
 def kda_decode(
@@ -100,7 +97,8 @@ def kda_decode(
             supported.
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
-    if _is_compiling() or _needs_dispatcher(state):
+    # A list of tensors is looked into only where the state or the gate tell so.
+    if through_dispatcher(state, state_indices, raw_gate, raw_beta, x, conv_state):
         xs, weights, states, biases = _list(x), _list(conv_weight), _list(conv_state), _list(conv_bias)
         result = out
         if result is None:
@@ -161,7 +159,7 @@ def _list(tensors: Tensors | None) -> list[torch.Tensor]:
 def _one_or_three(tensors: list[torch.Tensor]) -> Tensors | None:
     if not tensors:
         return None
-    return tensors[0] if len(tensors) == 1 else tensors
+    return plain(tensors[0]) if len(tensors) == 1 else [plain(tensor) for tensor in tensors]
 
 
 def _kda_decode(
@@ -189,22 +187,22 @@ def _kda_decode(
         _one_or_three(x),
         _one_or_three(conv_weight),
         _one_or_three(conv_state),
-        raw_gate,
-        raw_beta,
-        a_log,
-        dt_bias,
-        state,
-        state_indices,
+        plain(raw_gate),
+        plain(raw_beta),
+        plain(a_log),
+        plain(dt_bias),
+        plain(state),
+        plain(state_indices),
         _one_or_three(conv_bias),
         lower_bound,
-        output_gate,
-        norm_weight,
+        plain(output_gate),
+        plain(norm_weight),
         norm_eps,
         scale,
         null_index,
         gate_is_log_decay,
         beta_is_sigmoid,
-        out,
+        plain(out),
         allocate,
     )
 

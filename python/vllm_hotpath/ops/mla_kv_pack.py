@@ -10,11 +10,7 @@ from typing import Any
 import torch
 
 from vllm_hotpath import _core
-from vllm_hotpath.ops import allocate, register
-
-# Dynamo folds it to True; other tracers come with tensors that need the dispatcher.
-_is_compiling = torch.compiler.is_dynamo_compiling
-_needs_dispatcher = _core.needs_dispatcher
+from vllm_hotpath.ops import allocate, plain, register, through_dispatcher
 
 
 def mla_kv_concat(
@@ -27,7 +23,7 @@ def mla_kv_concat(
 
     Args:
         k_nope: ``[T, H, P]``, bf16, fp16 or float8_e4m3fn. Token and head stride free, element stride 1.
-            ``P`` is a multiple of 8.
+            ``P`` is a multiple of 8, from 8 to 2^20.
         k_pe: ``[T, R]`` or ``[T, 1, R]``, dtype of ``k_nope``. Token stride free, element stride 1.
             ``R`` is a multiple of 8; 0 makes the op a plain copy.
         out: contiguous ``[T, H, P + R]``, dtype of ``k_nope``, base aligned to 8 elements. It may not overlap
@@ -41,7 +37,7 @@ def mla_kv_concat(
         ValueError: a shape, stride, alignment, device or overlap that is not supported.
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
-    if _is_compiling() or _needs_dispatcher(k_nope):
+    if through_dispatcher(k_nope, k_pe, out):
         if out is None:
             result: torch.Tensor = torch.ops.vllm_hotpath.mla_kv_concat(k_nope, k_pe)
             return result
@@ -70,7 +66,7 @@ def mla_kv_concat_quant_fp8(
 
     Args:
         k_nope: ``[T, H, P]``, bf16, fp16 or float8_e4m3fn. Token and head stride free, element stride 1.
-            ``P`` is a multiple of 8.
+            ``P`` is a multiple of 8, from 8 to 2^20.
         k_pe: ``[T, R]`` or ``[T, 1, R]``, any of these dtypes. ``R`` is a multiple of 8, 0 included.
         v: ``[T, H, V]``, any of these dtypes. Strides as ``k_nope``; ``V`` is a multiple of 8.
         k_scale: fp32 tensor of one element on the inputs' device, the dequantisation scale of the keys.
@@ -87,7 +83,7 @@ def mla_kv_concat_quant_fp8(
         ValueError: a shape, stride, alignment, device or overlap that is not supported.
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
-    if _is_compiling() or _needs_dispatcher(k_nope):
+    if through_dispatcher(k_nope, k_pe, v, k_scale, v_scale, k_out, v_out):
         return _dispatch_quant_fp8(k_nope, k_pe, v, k_scale, v_scale, k_out, v_out, v_pad_to)
     return _core.mla_kv_concat_quant_fp8(k_nope, k_pe, v, k_scale, v_scale, k_out, v_out, v_pad_to, allocate)
 
@@ -118,12 +114,12 @@ def _dispatch_quant_fp8(
 
 
 def _concat(k_nope: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _core.mla_kv_concat(k_nope, k_pe, None, allocate)
+    result: torch.Tensor = _core.mla_kv_concat(plain(k_nope), plain(k_pe), None, allocate)
     return result
 
 
 def _concat_out(k_nope: torch.Tensor, k_pe: torch.Tensor, *, out: torch.Tensor) -> None:
-    _core.mla_kv_concat(k_nope, k_pe, out, allocate)
+    _core.mla_kv_concat(plain(k_nope), plain(k_pe), plain(out), allocate)
 
 
 def _fake_concat(k_nope: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
@@ -144,7 +140,10 @@ def _quant_fp8(
     v_scale: torch.Tensor | None = None,
     v_pad_to: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _core.mla_kv_concat_quant_fp8(k_nope, k_pe, v, k_scale, v_scale, None, None, v_pad_to, allocate)
+    scales = (plain(k_scale), plain(v_scale))
+    return _core.mla_kv_concat_quant_fp8(
+        plain(k_nope), plain(k_pe), plain(v), *scales, None, None, v_pad_to, allocate
+    )
 
 
 def _quant_fp8_out(
@@ -158,7 +157,10 @@ def _quant_fp8_out(
     k_out: torch.Tensor,
     v_out: torch.Tensor,
 ) -> None:
-    _core.mla_kv_concat_quant_fp8(k_nope, k_pe, v, k_scale, v_scale, k_out, v_out, v_pad_to, allocate)
+    scales = (plain(k_scale), plain(v_scale))
+    _core.mla_kv_concat_quant_fp8(
+        plain(k_nope), plain(k_pe), plain(v), *scales, plain(k_out), plain(v_out), v_pad_to, allocate
+    )
 
 
 def _fake_quant_fp8(

@@ -147,6 +147,7 @@ impl Parts {
 
 /// Rows of heads `[rows, heads, dim]`, or with a leading 1: returns the stride of the rows, in elements.
 fn check_rows(tensor: &Tensor, shape: &[i64], why: &str) -> Result<i64> {
+    tensor.expect_aligned(tensor.dtype.size())?;
     let leading = usize::from(tensor.shape().len() == shape.len() + 1 && tensor.shape()[0] == 1);
     if &tensor.shape()[leading..] != shape {
         return Err(tensor.value_error(format!("shape {shape:?}, or the same behind a 1 ({why})")));
@@ -199,6 +200,7 @@ impl Conv {
             let width = if x.count == 3 { channels } else { 3 * channels };
             tensor.expect_shape(&[rows, width], "rows of state_indices, channels of q, k and v")?;
             tensor.expect_last_stride_1()?;
+            tensor.expect_aligned(x_dtype.size())?;
         }
 
         let weight_dtype = weight.first().dtype;
@@ -431,6 +433,7 @@ fn check_state(state: &Tensor, indices: &Tensor) -> Result<(i64, i64)> {
     }
     check_cache(state)?;
     indices.expect_dtype(&[DType::I32, DType::I64])?;
+    indices.expect_aligned(indices.dtype.size())?;
     match *indices.shape() {
         [rows] | [rows, 1] => Ok((rows, heads)),
         _ => Err(indices.value_error("shape [rows] or [rows, 1]")),

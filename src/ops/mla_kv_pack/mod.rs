@@ -6,6 +6,7 @@ mod cpu;
 mod cuda;
 
 use pyo3::prelude::*;
+use pyo3::types::PyInt;
 
 use super::Op;
 use crate::dlpack::Arguments;
@@ -70,6 +71,7 @@ impl Keys {
         }
         check_width(k_nope, "nope width")?;
         k_nope.expect_last_stride_1()?;
+        k_nope.expect_aligned(k_nope.dtype.size())?;
         match k_nope.device {
             Device::Cpu | Device::Cuda(_) => {}
             Device::Other(_) => return Err(k_nope.value_error("a tensor on a CPU or CUDA device")),
@@ -89,6 +91,7 @@ impl Keys {
         };
         check_width(k_pe, "rope width")?;
         k_pe.expect_last_stride_1()?;
+        k_pe.expect_aligned(k_pe.dtype.size())?;
         k_pe.expect_device(k_nope.device, "k_nope")?;
         Ok(Self { tokens, heads, nope, rope })
     }
@@ -210,7 +213,7 @@ pub fn mla_kv_concat_quant_fp8<'py>(
     v_scale: Option<&Bound<'py, PyAny>>,
     k_out: Option<&Bound<'py, PyAny>>,
     v_out: Option<&Bound<'py, PyAny>>,
-    v_pad_to: Option<i64>,
+    v_pad_to: Option<&Bound<'py, PyAny>>,
     allocate: &Bound<'py, PyAny>,
 ) -> Result<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
     let op = PACK.name;
@@ -262,21 +265,35 @@ pub fn mla_kv_concat_quant_fp8<'py>(
 }
 
 /// Checks V against the keys. Returns its width and the width of a stored head.
-fn check_values(v: &Tensor, keys: &Keys, k_nope: &Tensor, pad_to: Option<i64>) -> Result<(i64, i64)> {
+fn check_values(
+    v: &Tensor,
+    keys: &Keys,
+    k_nope: &Tensor,
+    pad_to: Option<&Bound<'_, PyAny>>,
+) -> Result<(i64, i64)> {
     v.expect_dtype(&SOURCES)?;
     v.expect_rank(&["tokens", "heads", "value"])?;
     let value = v.shape()[2];
     v.expect_shape(&[keys.tokens, keys.heads, value], "tokens and heads of k_nope")?;
     check_width(v, "value width")?;
     v.expect_last_stride_1()?;
+    v.expect_aligned(v.dtype.size())?;
     v.expect_device(k_nope.device, k_nope.name)?;
-    let stored = pad_to.unwrap_or(value);
+    let stored = match pad_to {
+        None => value,
+        // A number beyond 64 bits is out of range like any other.
+        Some(number) if number.is_instance_of::<PyInt>() => number.extract().unwrap_or(-1),
+        Some(other) => {
+            let (expected, got) = ("an integer".into(), other.repr()?.to_string());
+            return Err(Error::Type { op: v.op, argument: "v_pad_to", expected, got });
+        }
+    };
     if stored < value || stored % UNIT != 0 || stored > MAX_WIDTH {
         return Err(Error::Value {
             op: v.op,
             argument: "v_pad_to",
             expected: format!("a multiple of {UNIT} from the width {value} of v to {MAX_WIDTH}"),
-            got: stored.to_string(),
+            got: pad_to.map_or_else(String::new, ToString::to_string),
         });
     }
     Ok((value, stored))

@@ -1,0 +1,67 @@
+"""The environment flags of the plugin: their names, and how a value is read. Needs no vLLM.
+
+A flag is listed here if and only if this version has its feature.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm_hotpath import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+MLA_KV_PACK = "VLLM_HOTPATH_MLA_KV_PACK"
+K3_DCP_KV_PACK = "VLLM_K3_DCP_FUSED_KV_PACK"
+K3_DCP_KV_PACK_DISABLE = "VLLM_K3_DCP_FUSED_KV_PACK_DISABLE"
+DISABLE = "VLLM_HOTPATH_DISABLE"
+FORCE = "VLLM_HOTPATH_FORCE"
+STRICT = "VLLM_HOTPATH_STRICT"
+
+FLAGS = (MLA_KV_PACK, K3_DCP_KV_PACK, K3_DCP_KV_PACK_DISABLE, DISABLE, FORCE, STRICT)
+# Not a flag: what vLLM's compile cache keys on, so that another version of this package compiles anew.
+VERSION = "VLLM_HOTPATH_VERSION"
+
+_MEANINGS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False, "": None}
+
+
+def read(name: str, environ: Mapping[str, str] | None = None) -> bool | None:
+    """Read a flag; None where it is unset or empty.
+
+    Raises:
+        ValueError: its value is not one of 0, 1, false, true, off, on.
+    """
+    value = (os.environ if environ is None else environ).get(name, "")
+    try:
+        return _MEANINGS[value.strip().lower()]
+    except KeyError:
+        raise ValueError(f"{name}={value}: expected 0 or 1") from None
+
+
+def is_disabled(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether nothing may be patched. A value that cannot be read disables too."""
+    try:
+        return read(DISABLE, environ) is True
+    except ValueError:
+        return True
+
+
+def is_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether FORCE or STRICT is set. A value that cannot be read counts as 0."""
+    try:
+        return read(name, environ) is True
+    except ValueError:
+        return False
+
+
+def add_to(variables: dict[str, Callable[[], Any]]) -> None:
+    """Make the flags known to vLLM, in its ``vllm.envs.environment_variables``.
+
+    vLLM warns of ``VLLM_*`` variables that it does not know, or refuses them; and its compile cache keys on
+    those that it knows. Entries that are there already stay.
+    """
+    for name in FLAGS:
+        variables.setdefault(name, lambda name=name: os.environ.get(name))  # type: ignore[misc]
+    variables.setdefault(VERSION, lambda: __version__)
