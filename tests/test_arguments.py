@@ -1,4 +1,4 @@
-"""Arguments that are tensors and yet cannot be read: no memory, no sane shape, misaligned, or someone else's to handle."""
+"""Arguments that are hard to read: without memory, of no sane shape, misaligned, or someone else's to handle."""
 
 from __future__ import annotations
 

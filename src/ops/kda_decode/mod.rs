@@ -8,7 +8,7 @@ mod cuda;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use super::Op;
+use super::{Op, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Device, Tensor};
@@ -355,10 +355,7 @@ pub fn kda_decode<'py>(
         }
     };
 
-    let object = match out {
-        Some(out) => out.clone(),
-        None => allocate.call1((pool.device.to_string(), [rows, heads, DIM], activation.torch_name()))?,
-    };
+    let object = output(out, allocate, pool.device, &[rows, heads, DIM], activation)?;
     let mut stored = Tensor::unset(op, "out");
     arguments.read(&object, &mut stored)?;
     stored.expect_dtype(&[activation])?;

@@ -8,8 +8,8 @@ use crate::parallel::for_ranges;
 use crate::tensor::{DType, Tensor};
 
 pub fn run(plan: &Plan<'_>) {
-    let rows = plan.tokens as u64 * plan.heads as u64;
-    let key_bytes = (plan.nope + plan.rope) as usize * plan.k_out.dtype.size();
+    let rows = plan.keys.tokens as u64 * plan.keys.heads as u64;
+    let key_bytes = (plan.keys.nope + plan.keys.rope) as usize * plan.k_out.dtype.size();
     let value_out = plan.fp8.as_ref().map_or(0, |fp8| fp8.value_out as usize);
     // Before any output is written, so that a scale is read once for all rows.
     let scale = |tensor: Option<&Tensor>| {
@@ -21,19 +21,20 @@ pub fn run(plan: &Plan<'_>) {
 
     for_ranges(rows, (key_bytes + value_out) as u64, |range| {
         for row in range {
-            let (token, head) = ((row / plan.heads as u64) as i64, (row % plan.heads as u64) as i64);
+            let (token, head) =
+                ((row / plan.keys.heads as u64) as i64, (row % plan.keys.heads as u64) as i64);
             // SAFETY: the outputs are contiguous with `rows` rows of these widths and apart from every input; each row is
             // visited by one thread. Inputs have the checked shapes with stride 1 along a row.
             unsafe {
                 let key = slice::from_raw_parts_mut(plan.k_out.data.add(row as usize * key_bytes), key_bytes);
-                let k_nope = source_row(plan.k_nope, token, head, plan.nope);
-                let k_pe = source_row(plan.k_pe, token, 0, plan.rope);
+                let k_nope = source_row(plan.k_nope, token, head, plan.keys.nope);
+                let k_pe = source_row(plan.k_pe, token, 0, plan.keys.rope);
                 let Some(fp8) = &plan.fp8 else {
                     key[..k_nope.len()].copy_from_slice(k_nope);
                     key[k_nope.len()..].copy_from_slice(k_pe);
                     continue;
                 };
-                let (key_nope, key_pe) = key.split_at_mut(plan.nope as usize);
+                let (key_nope, key_pe) = key.split_at_mut(plan.keys.nope as usize);
                 quantize(plan.k_nope.dtype, k_nope, k_scale, key_nope);
                 let k_pe_scale = if plan.k_pe.dtype == DType::F8_E4M3 { None } else { k_scale };
                 quantize(plan.k_pe.dtype, k_pe, k_pe_scale, key_pe);

@@ -124,10 +124,10 @@ fn vector(tensor: &Tensor) -> bool {
 }
 
 pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
-    let rows = plan.tokens as u64 * plan.heads as u64;
+    let rows = plan.keys.tokens as u64 * plan.keys.heads as u64;
     let fp8 = plan.fp8.as_ref();
     let (v_units, v_out_units) = fp8.map_or((0, 0), |fp8| (fp8.value / UNIT, fp8.value_out / UNIT));
-    let row_units = (plan.nope + plan.rope) / UNIT + v_out_units;
+    let row_units = (plan.keys.nope + plan.keys.rope) / UNIT + v_out_units;
     if row_units == 0 {
         return Ok(());
     }
@@ -146,10 +146,10 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         v_token: fp8.map_or(0, |fp8| fp8.v.byte_stride(0)),
         v_head: fp8.map_or(0, |fp8| fp8.v.byte_stride(1)),
         rows,
-        heads: FastDiv::new(plan.heads as u32),
+        heads: FastDiv::new(plan.keys.heads as u32),
         row_units: FastDiv::new(row_units as u32),
-        nope_units: (plan.nope / UNIT) as u32,
-        rope_units: (plan.rope / UNIT) as u32,
+        nope_units: (plan.keys.nope / UNIT) as u32,
+        rope_units: (plan.keys.rope / UNIT) as u32,
         v_units: v_units as u32,
         v_out_units: v_out_units as u32,
         k_nope_dtype: dtype_code(plan.k_nope.dtype),
@@ -169,7 +169,11 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
 /// The kernel for the common head sizes and 16-byte aligned inputs, with the threads that it gives to a row.
 fn fast_kernel(plan: &Plan<'_>, rows: u64) -> Option<(&'static Kernel, u64)> {
     let aligned = vector(plan.k_nope) && vector(plan.k_pe);
-    if !aligned || plan.nope != NOPE || plan.rope != ROPE || rows + u64::from(THREADS) >= DIVIDEND_LIMIT {
+    if !aligned
+        || plan.keys.nope != NOPE
+        || plan.keys.rope != ROPE
+        || rows + u64::from(THREADS) >= DIVIDEND_LIMIT
+    {
         return None;
     }
     let wide = rows >= SIXTEEN_LANES_FROM;
@@ -187,15 +191,17 @@ fn fast_kernel(plan: &Plan<'_>, rows: u64) -> Option<(&'static Kernel, u64)> {
         dtype if dtype == source => false,
         _ => return None,
     };
-    match (source, rope_is_fp8, scaled) {
-        (DType::BF16, false, false) => pick([&BF16_L8, &BF16_L16]),
-        (DType::BF16, true, false) => pick([&BF16_PE8_L8, &BF16_PE8_L16]),
-        (DType::BF16, false, true) => pick([&BF16_SCALED_L8, &BF16_SCALED_L16]),
-        (DType::BF16, true, true) => pick([&BF16_PE8_SCALED_L8, &BF16_PE8_SCALED_L16]),
-        (DType::F16, false, false) => pick([&FP16_L8, &FP16_L16]),
-        (DType::F16, true, false) => pick([&FP16_PE8_L8, &FP16_PE8_L16]),
-        (DType::F16, false, true) => pick([&FP16_SCALED_L8, &FP16_SCALED_L16]),
-        (DType::F16, true, true) => pick([&FP16_PE8_SCALED_L8, &FP16_PE8_SCALED_L16]),
+    let [bf16, fp16] = match (rope_is_fp8, scaled) {
+        (false, false) => [[&BF16_L8, &BF16_L16], [&FP16_L8, &FP16_L16]],
+        (true, false) => [[&BF16_PE8_L8, &BF16_PE8_L16], [&FP16_PE8_L8, &FP16_PE8_L16]],
+        (false, true) => [[&BF16_SCALED_L8, &BF16_SCALED_L16], [&FP16_SCALED_L8, &FP16_SCALED_L16]],
+        (true, true) => {
+            [[&BF16_PE8_SCALED_L8, &BF16_PE8_SCALED_L16], [&FP16_PE8_SCALED_L8, &FP16_PE8_SCALED_L16]]
+        }
+    };
+    match source {
+        DType::BF16 => pick(bf16),
+        DType::F16 => pick(fp16),
         _ => None,
     }
 }

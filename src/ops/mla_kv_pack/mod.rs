@@ -8,7 +8,7 @@ mod cuda;
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
-use super::Op;
+use super::{Op, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Device, Tensor};
@@ -28,10 +28,7 @@ const SOURCES: [DType; 3] = [DType::BF16, DType::F16, DType::F8_E4M3];
 /// everything else.
 struct Plan<'a> {
     op: &'static str,
-    tokens: i64,
-    heads: i64,
-    nope: i64,
-    rope: i64,
+    keys: Keys,
     k_nope: &'a Tensor,
     k_pe: &'a Tensor,
     k_out: &'a Tensor,
@@ -50,7 +47,8 @@ struct Fp8<'a> {
     v_scale: Option<&'a Tensor>,
 }
 
-/// What k_nope and k_pe say.
+/// What k_nope and k_pe say: counts and widths.
+#[derive(Clone, Copy)]
 struct Keys {
     tokens: i64,
     heads: i64,
@@ -133,7 +131,7 @@ fn check_output<'a>(
 }
 
 fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan<'_>) -> Result<()> {
-    if plan.tokens == 0 {
+    if plan.keys.tokens == 0 {
         return Ok(());
     }
     match plan.k_nope.device {
@@ -147,20 +145,6 @@ fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan<'_>) -> Result<()>
             py.detach(|| cuda::run(plan, index, stream))
         }
         Device::Other(_) => unreachable!("Keys::check refuses it"),
-    }
-}
-
-/// The caller's output, or a new one that `allocate` makes.
-fn output<'py>(
-    given: Option<&Bound<'py, PyAny>>,
-    allocate: &Bound<'py, PyAny>,
-    device: Device,
-    shape: &[i64],
-    dtype: DType,
-) -> Result<Bound<'py, PyAny>> {
-    match given {
-        Some(out) => Ok(out.clone()),
-        None => Ok(allocate.call1((device.to_string(), shape, dtype.torch_name()))?),
     }
 }
 
@@ -186,18 +170,7 @@ pub fn mla_kv_concat<'py>(
     arguments.read(&object, &mut k_out)?;
     check_output(&k_out, &shape, K_SHAPE, nope.dtype, [&nope, &pe])?;
 
-    let Keys { tokens, heads, nope: nope_width, rope } = keys;
-    let plan = Plan {
-        op,
-        tokens,
-        heads,
-        nope: nope_width,
-        rope,
-        k_nope: &nope,
-        k_pe: &pe,
-        k_out: &k_out,
-        fp8: None,
-    };
+    let plan = Plan { op, keys, k_nope: &nope, k_pe: &pe, k_out: &k_out, fp8: None };
     run(py, &arguments, &plan)?;
     Ok(object)
 }
@@ -225,9 +198,9 @@ pub fn mla_kv_concat_quant_fp8<'py>(
     let mut values = Tensor::unset(op, "v");
     arguments.read(v, &mut values)?;
     let (value, value_out) = check_values(&values, &keys, &nope, v_pad_to)?;
-    let (mut k_divisor, mut v_divisor) = (Tensor::unset(op, "k_scale"), Tensor::unset(op, "v_scale"));
-    let k_divisor = read_scale(&mut arguments, k_scale, &mut k_divisor, &nope)?;
-    let v_divisor = read_scale(&mut arguments, v_scale, &mut v_divisor, &nope)?;
+    let (mut k_dequant, mut v_dequant) = (Tensor::unset(op, "k_scale"), Tensor::unset(op, "v_scale"));
+    let k_dequant = read_scale(&mut arguments, k_scale, &mut k_dequant, &nope)?;
+    let v_dequant = read_scale(&mut arguments, v_scale, &mut v_dequant, &nope)?;
 
     let k_shape = [keys.tokens, keys.heads, keys.nope + keys.rope];
     let v_shape = [keys.tokens, keys.heads, value_out];
@@ -236,30 +209,13 @@ pub fn mla_kv_concat_quant_fp8<'py>(
     let (mut k_stored, mut v_stored) = (Tensor::unset(op, "k_out"), Tensor::unset(op, "v_out"));
     arguments.read(&k_object, &mut k_stored)?;
     arguments.read(&v_object, &mut v_stored)?;
-    let inputs = [Some(&nope), Some(&pe), Some(&values), k_divisor, v_divisor];
+    let inputs = [Some(&nope), Some(&pe), Some(&values), k_dequant, v_dequant];
     check_output(&k_stored, &k_shape, K_SHAPE, DType::F8_E4M3, inputs.into_iter().flatten())?;
     let others = inputs.into_iter().chain([Some(&k_stored)]).flatten();
     check_output(&v_stored, &v_shape, V_SHAPE, DType::F8_E4M3, others)?;
 
-    let Keys { tokens, heads, nope: nope_width, rope } = keys;
-    let plan = Plan {
-        op,
-        tokens,
-        heads,
-        nope: nope_width,
-        rope,
-        k_nope: &nope,
-        k_pe: &pe,
-        k_out: &k_stored,
-        fp8: Some(Fp8 {
-            v: &values,
-            v_out: &v_stored,
-            value,
-            value_out,
-            k_scale: k_divisor,
-            v_scale: v_divisor,
-        }),
-    };
+    let fp8 = Fp8 { v: &values, v_out: &v_stored, value, value_out, k_scale: k_dequant, v_scale: v_dequant };
+    let plan = Plan { op, keys, k_nope: &nope, k_pe: &pe, k_out: &k_stored, fp8: Some(fp8) };
     run(py, &arguments, &plan)?;
     Ok((k_object, v_object))
 }
