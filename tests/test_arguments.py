@@ -1,4 +1,4 @@
-"""Arguments that are hard to read: without memory, of no sane shape, misaligned, or someone else's to handle."""
+"""Arguments that are hard to read: without memory, misshapen, misaligned, or for somebody else to handle."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_an_interrupt_in_a_producer_is_not_swallowed() -> None:
 
 def test_a_tracer_records_the_op_and_not_its_result() -> None:
     k_nope, k_pe = _inputs()
-    graph = make_fx(vllm_hotpath.mla_kv_concat)(k_nope, k_pe)
+    graph = make_fx(lambda a, b: vllm_hotpath.mla_kv_concat(a, b, out=None))(k_nope, k_pe)
     other = (k_nope + 1, k_pe + 1)
     assert torch.equal(graph(*other), vllm_hotpath.mla_kv_concat(*other))
 

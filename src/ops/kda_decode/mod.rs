@@ -275,7 +275,6 @@ struct Options {
 }
 
 #[pyfunction]
-#[expect(clippy::too_many_lines, reason = "one check after the other; there are that many arguments")]
 #[pyo3(signature = (x, conv_weight, conv_state, raw_gate, raw_beta, a_log, dt_bias, state, state_indices, conv_bias,
     lower_bound, output_gate, norm_weight, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid, out,
     allocate, /))]
