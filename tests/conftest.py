@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
+import sys
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.helpers import SEED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fake_vllm import Process
 
 GIB = 2**30
 
@@ -81,3 +89,25 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
     """CPU generator with its own stream per test, from the run's seed."""
     return torch.Generator().manual_seed(SEED ^ zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Process]:
+    """A stand-in for vLLM that can be imported, in a process that the plugin has not been loaded in."""
+    from tests import fake_vllm
+    from vllm_hotpath import envs
+    from vllm_hotpath.plugin import report
+
+    for name in envs.FLAGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(report, "_reported", {})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    caplog.set_level(logging.INFO, logger="vllm.hotpath")
+    fake_vllm.forget()
+    found = fake_vllm.Process(tmp_path, monkeypatch, caplog)
+    found.write(fake_vllm.SOURCES)
+    yield found
+    fake_vllm.forget()

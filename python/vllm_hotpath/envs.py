@@ -6,6 +6,7 @@ A flag is listed here if and only if this version has its feature.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_hotpath import __version__
@@ -63,5 +64,5 @@ def add_to(variables: dict[str, Callable[[], Any]]) -> None:
     those that it knows. Entries that are there already stay.
     """
     for name in FLAGS:
-        variables.setdefault(name, lambda name=name: os.environ.get(name))  # type: ignore[misc]
+        variables.setdefault(name, partial(os.environ.get, name))
     variables.setdefault(VERSION, lambda: __version__)

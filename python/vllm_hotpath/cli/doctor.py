@@ -12,6 +12,7 @@ from rich.table import Table
 from vllm_hotpath import __version__, _core
 from vllm_hotpath._registry import OPS
 from vllm_hotpath.cli.console import output, print_json
+from vllm_hotpath.plugin import report
 
 if TYPE_CHECKING:
     import argparse
@@ -48,6 +49,7 @@ def examine() -> dict[str, Any]:
         "ops": [_op(op, stem, cuda, problems) for stem, ops in OPS.items() for op in ops],
         "vllm": _version("vllm"),
         "plugin": any(entry.name == "vllm_hotpath" for entry in metadata.entry_points(group=PLUGIN_GROUP)),
+        "features": report.table(),
     }
 
 
@@ -137,10 +139,25 @@ def _show(console: Console, found: dict[str, Any]) -> None:
             runs = "[green]yes[/]" if support["supported"] else f"[yellow]no:[/] {escape(support['reason'])}"
             ops.add_row(entry["op"], entry["stem"], name, runs)
     console.print(ops)
+    console.print(_features(found["features"]))
     for problem in found["problems"]:
         console.print(f"[bold red]problem:[/] {escape(problem)}", soft_wrap=True)
     if found["usable"]:
         console.print("[green]usable[/]")
+
+
+def _features(features: list[dict[str, Any]]) -> Table:
+    table = Table(title="plugin features", title_justify="left")
+    for heading in ("feature", "flags", "now", "can be turned on"):
+        table.add_column(heading, overflow="fold")
+    for entry in features:
+        flags = [f"{name}={'(unset)' if value is None else value}" for name, value in entry["flags"].items()]
+        now = f"{entry['state']}: {entry['reason']}" if entry["reason"] else entry["state"]
+        can = (
+            "[green]yes[/]" if entry["available"] else f"[yellow]no:[/] {escape(entry['unavailable_reason'])}"
+        )
+        table.add_row(entry["feature"], escape("\n".join(flags)), escape(now), can)
+    return table
 
 
 def _devices(devices: list[dict[str, Any]]) -> Table:
