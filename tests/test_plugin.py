@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -37,18 +37,58 @@ def test_without_flags_nothing_is_patched_and_no_hook_is_installed(process: Proc
     assert process.lines == process.warnings == []
 
 
-def test_flags_become_known_to_vllm_and_existing_entries_stay(
-    process: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_flags_vllm_keeps_its_variables_and_so_its_compile_key(process: Process) -> None:
     variables = fake_vllm.load(ENVS).environment_variables
-    variables[envs.DISABLE] = lambda: "theirs"
+    before = dict(variables)
     plugin.register()
-    assert set(variables) == {"VLLM_PORT", *envs.FLAGS, envs.VERSION}
-    assert variables[envs.DISABLE]() == "theirs"
+    assert variables == before
+
+
+def test_flags_that_are_set_become_known_and_existing_entries_stay(process: Process) -> None:
+    variables = fake_vllm.load(ENVS).environment_variables
+    variables[envs.STRICT] = lambda: "theirs"
+    process.set(VLLM_HOTPATH_MLA_KV_PACK="1", VLLM_HOTPATH_STRICT="0")
+    plugin.register()
+    assert set(variables) == {"VLLM_PORT", envs.MLA_KV_PACK, envs.STRICT, envs.VERSION}
+    assert variables[envs.STRICT]() == "theirs"
     assert variables[envs.VERSION]() == vllm_hotpath.__version__
-    assert variables[envs.MLA_KV_PACK]() is None
-    monkeypatch.setenv(envs.MLA_KV_PACK, "1")
     assert variables[envs.MLA_KV_PACK]() == "1"
+
+
+def test_disabling_leaves_the_version_out_of_the_compile_key(process: Process) -> None:
+    variables = fake_vllm.load(ENVS).environment_variables
+    process.set(VLLM_HOTPATH_MLA_KV_PACK="1", VLLM_HOTPATH_DISABLE="1")
+    plugin.register()
+    assert envs.VERSION not in variables
+
+
+class _AskingFinder:
+    """Another package's hook that asks every finder but itself, as ours does."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != MLA:
+            return None
+        others = (finder for finder in tuple(sys.meta_path) if finder is not self)
+        return next((spec for other in others if (spec := other.find_spec(fullname, path, target))), None)
+
+
+@pytest.mark.parametrize("place", ["before ours", "after ours"])
+def test_a_second_finder_that_asks_all_others_does_not_recurse(process: Process, place: str) -> None:
+    process.set(VLLM_HOTPATH_MLA_KV_PACK="1")
+    plugin.register()
+    other = _AskingFinder()
+    sys.meta_path.insert(0 if place == "before ours" else 1, other)  # type: ignore[arg-type]
+    try:
+        module = fake_vllm.load(MLA)
+    finally:
+        sys.meta_path.remove(other)  # type: ignore[arg-type]
+    assert hasattr(module.MLACommonBaseImpl._concat_k_nope_k_pe, "__wrapped__")
+
+
+def test_our_loader_can_be_copied_without_its_contents() -> None:
+    loader = hooks._Loader.__new__(hooks._Loader)
+    with pytest.raises(AttributeError):
+        loader._loader  # noqa: B018
 
 
 def test_flags_become_known_also_where_vllm_is_imported_later(process: Process) -> None:

@@ -21,7 +21,8 @@ DISABLE = "VLLM_HOTPATH_DISABLE"
 FORCE = "VLLM_HOTPATH_FORCE"
 STRICT = "VLLM_HOTPATH_STRICT"
 
-FLAGS = (MLA_KV_PACK, K3_DCP_KV_PACK, K3_DCP_KV_PACK_DISABLE, DISABLE, FORCE, STRICT)
+FEATURE_FLAGS = (MLA_KV_PACK, K3_DCP_KV_PACK, K3_DCP_KV_PACK_DISABLE)
+FLAGS = (*FEATURE_FLAGS, DISABLE, FORCE, STRICT)
 # Not a flag: what vLLM's compile cache keys on, so that another version of this package compiles anew.
 VERSION = "VLLM_HOTPATH_VERSION"
 
@@ -58,11 +59,14 @@ def is_on(name: str, environ: Mapping[str, str] | None = None) -> bool:
 
 
 def add_to(variables: dict[str, Callable[[], Any]]) -> None:
-    """Make the flags known to vLLM, in its ``vllm.envs.environment_variables``.
+    """Make the flags that are set known to vLLM, in its ``vllm.envs.environment_variables``.
 
     vLLM warns of ``VLLM_*`` variables that it does not know, or refuses them; and its compile cache keys on
-    those that it knows. Entries that are there already stay.
+    those that it knows, so a flag that is not set stays out of it, and this package's version comes in with
+    the first flag only. Entries that are there already stay.
     """
-    for name in FLAGS:
+    given = [name for name in FLAGS if name in os.environ]
+    for name in given:
         variables.setdefault(name, partial(os.environ.get, name))
-    variables.setdefault(VERSION, lambda: __version__)
+    if any(name in FEATURE_FLAGS for name in given) and not is_disabled():
+        variables.setdefault(VERSION, lambda: __version__)

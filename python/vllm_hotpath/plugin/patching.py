@@ -27,20 +27,30 @@ def register() -> None:
     """Do what :func:`vllm_hotpath.plugin.register` says; may raise."""
     _add_flags(sys.modules.get(_ENVS))
     for feature in FEATURES:
-        found = resolve(feature)
-        if found is None:
-            continue
-        if envs.is_disabled():
-            report.say(feature.name, report.disabled(os.environ))
-            continue
-        hooks.when_imported(_ENVS, "flags", _add_flags)
-        if found.problem:
-            _stay_stock(feature, found.problem)
-        elif not found.patches:
-            report.say(feature.name, found.outcome())
-        for module in {patch.target.module: None for patch, _ in found.patches}:
-            if not hooks.when_imported(module, feature.name, partial(_patch, feature, found)):
-                _stay_stock(feature, f"{module} is being imported while plugins are loaded")
+        try:
+            _register(feature)
+        except FeatureUnavailableError:
+            raise
+        except Exception as error:
+            # One feature's trouble is not the others'.
+            _stay_stock(feature, f"{type(error).__name__}: {error}")
+
+
+def _register(feature: Feature) -> None:
+    found = resolve(feature)
+    if found is None:
+        return
+    if envs.is_disabled():
+        report.say(feature.name, report.disabled(os.environ))
+        return
+    hooks.when_imported(_ENVS, "flags", _add_flags)
+    if found.problem:
+        _stay_stock(feature, found.problem)
+    elif not found.patches:
+        report.say(feature.name, found.outcome())
+    for module in {patch.target.module: None for patch, _ in found.patches}:
+        if not hooks.when_imported(module, feature.name, partial(_patch, feature, found)):
+            _stay_stock(feature, f"{module} is being imported while plugins are loaded")
 
 
 def _add_flags(module: ModuleType | None) -> None:
@@ -52,6 +62,9 @@ def _add_flags(module: ModuleType | None) -> None:
 def _stay_stock(feature: Feature, reason: str) -> None:
     if envs.is_on(envs.STRICT):
         raise FeatureUnavailableError(f"{envs.STRICT}=1, and {feature.name} cannot be turned on: {reason}")
+    if feature.switches_off(os.environ):
+        report.LOGGER.warning("%s: the kill switch is NOT applied: %s", feature.name, reason)
+        return
     if not report.say(feature.name, Outcome(STOCK, reason)):
         report.LOGGER.warning("%s is stock in part: %s", feature.name, reason)
 
@@ -83,7 +96,10 @@ def _replace_all(found: Resolution, module: ModuleType) -> str:
         owner, name = _owner(module, definition.name, imported=patch.target.defined_in is not None)
         original = vars(owner).get(name)
         problem = _stranger(original, patch, definition)
-        if problem and not (callable(original) and envs.is_on(envs.FORCE)):
+        # Anything may be taken away; what is wrapped has to take the layer as its first argument.
+        takes_away = found.plan is not None and found.plan.state == STOCK
+        wrapped_anyway = envs.is_on(envs.FORCE) and isinstance(original, FunctionType)
+        if problem and not (original is not None and takes_away) and not wrapped_anyway:
             return problem
         replacements.append((owner, name, patch.replace(original)))
     for owner, name, replacement in replacements:

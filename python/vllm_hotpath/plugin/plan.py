@@ -72,6 +72,14 @@ class Feature:
     flags: tuple[str, ...]
     plan: Callable[[Mapping[str, str]], Plan | None]
 
+    def switches_off(self, environ: Mapping[str, str]) -> bool:
+        """Whether its flags are set as a kill switch."""
+        try:
+            plan = self.plan(environ)
+        except ValueError:
+            return False
+        return plan is not None and plan.state == STOCK
+
 
 @dataclass(frozen=True)
 class Resolution:
@@ -107,7 +115,9 @@ def resolve(feature: Feature, environ: Mapping[str, str] | None = None) -> Resol
             return Resolution(plan, problem=need.otherwise)
     patches = []
     for patch in plan.patches:
-        probe = targets.probe(patch.target, root, version, force=envs.is_on(envs.FORCE, environ))
+        # A kill switch does not build on what it takes away, so an unknown source is no reason to leave it.
+        force = plan.state == STOCK or envs.is_on(envs.FORCE, environ)
+        probe = targets.probe(patch.target, root, version, force=force)
         if probe.missing and (patch.optional or plan.state == STOCK):
             continue
         if probe.problem or probe.definition is None:
