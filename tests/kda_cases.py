@@ -285,6 +285,10 @@ def make_call(device: torch.device, rng: torch.Generator, form: Form | None = No
         beta.to(beta_kind or kind),
         _normal((rows, heads, D), kind, rng, 2.0),
     ]
+    # From a zero state, the output is v times k.q: with k equal to q that sum cannot cancel to nothing.
+    twins = form.state_amplitude == 0.0
+    if twins:
+        activations[0][:, channels : 2 * channels] = activations[0][:, :channels]
     for tensor in activations:
         tensor[~live] = math.nan
     if form.parts:
@@ -298,6 +302,10 @@ def make_call(device: torch.device, rng: torch.Generator, form: Form | None = No
 
     weight = _normal((3, 4, channels), form.weight_dtype, rng, 0.5)
     bias = _normal((3 * channels,), form.weight_dtype, rng, 0.5).to(device) if form.bias else None
+    if twins:
+        weight[1] = weight[0]
+        if bias is not None:
+            bias[channels : 2 * channels] = bias[:channels]
     if form.parts:
         weight = [part.T.contiguous().unsqueeze(1).to(device) for part in weight]
         bias = bias if bias is None else [part.clone() for part in bias.chunk(3)]
@@ -308,6 +316,10 @@ def make_call(device: torch.device, rng: torch.Generator, form: Form | None = No
     for slot in values[live].tolist():
         for pool in tensors(conv_state):
             pool[slot].copy_(_normal(pool.shape[1:], kind, rng, form.amplitude))
+        if twins:
+            pools = list(tensors(conv_state))
+            halves = pools if form.parts else pools[0].split(channels, dim=1)
+            halves[1][slot].copy_(halves[0][slot])
         state[slot].copy_(_normal(state.shape[1:], state.dtype, rng, form.state_amplitude))
 
     args = {
