@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-VLLM_VERSIONS := 0.33.0 0.22.1
+ENGINE_VERSIONS := 0.33.0 0.22.1
 # Tests that also run inside vLLM's environments, on the torch that each pins.
-VLLM_TESTS := $(filter-out %_gpu.py,$(wildcard tests/test_mla_*.py tests/test_kda_*.py)) tests/test_dlpack.py tests/test_torch_ops.py tests/vllm
+ENGINE_TESTS := $(filter-out %_gpu.py,$(wildcard tests/test_mla_*.py tests/test_kda_*.py)) tests/test_dlpack.py tests/test_torch_ops.py tests/vllm
 
 # Plain cargo finds libpython through this Python; maturin sets it by itself.
 export PYO3_PYTHON := $(abspath $(BIN)/python)
@@ -12,6 +12,7 @@ export PYO3_PYTHON := $(abspath $(BIN)/python)
 NVCC := .nvcc
 export CUDA_HOME := $(abspath $(NVCC)/nvidia/cu13)
 # maturin looks for zig and the venv's Python there.
+USER_PATH := $(PATH)
 export PATH := $(abspath $(BIN)):$(PATH)
 export VIRTUAL_ENV := $(abspath $(VENV))
 
@@ -42,12 +43,13 @@ wheel: $(VENV)/.installed
 	$(BIN)/maturin build --quiet --release --zig --compatibility manylinux_2_28 --out dist
 	ls -l dist
 
-test-vllm: wheel $(addprefix test-vllm-,$(VLLM_VERSIONS))
+test-vllm: wheel $(addprefix test-vllm-,$(ENGINE_VERSIONS))
 
-.PHONY: $(addprefix test-vllm-,$(VLLM_VERSIONS))
-$(addprefix test-vllm-,$(VLLM_VERSIONS)): test-vllm-%: .venv-vllm-%/.installed
+.PHONY: $(addprefix test-vllm-,$(ENGINE_VERSIONS))
+$(addprefix test-vllm-,$(ENGINE_VERSIONS)): test-vllm-%: .venv-vllm-%/.installed
 	$(BIN)/uv pip install --quiet --python .venv-vllm-$*/bin/python --no-deps --reinstall dist/*.whl
-	.venv-vllm-$*/bin/python -m pytest -q $(VLLM_TESTS)
+	# The tests see the environment of a user, not that of the build.
+	env -u CUDA_HOME -u VIRTUAL_ENV -u PYO3_PYTHON PATH='$(USER_PATH)' .venv-vllm-$*/bin/python -m pytest -q $(ENGINE_TESTS)
 
 # On a machine with a GPU: correctness, sanitizers and benchmarks, written to benchmarks/results.
 # WHEEL=dist/x.whl tests that file with PYTHON, which needs torch and pytest; without it the checkout is built.
@@ -76,4 +78,4 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf target dist $(VENV) $(NVCC) .mypy_cache .pytest_cache .ruff_cache .hypothesis $(addprefix .venv-vllm-,$(VLLM_VERSIONS)) python/vllm_hotpath/_core*.so
+	rm -rf target dist $(VENV) $(NVCC) .mypy_cache .pytest_cache .ruff_cache .hypothesis $(addprefix .venv-vllm-,$(ENGINE_VERSIONS)) python/vllm_hotpath/_core*.so
