@@ -97,7 +97,7 @@ def kda_decode(
             supported.
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
-    # A list of tensors is looked into only where the state or the gate tell so.
+    # Lists of tensors are not looked into: one that torch has to see comes with others that are.
     if through_dispatcher(state, state_indices, raw_gate, raw_beta, x, conv_state):
         xs, weights, states, biases = _list(x), _list(conv_weight), _list(conv_state), _list(conv_bias)
         result = out
