@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads) bench_stream(const 
 // Host twin: src/ops/bench_stream.rs, RmwParams.
 struct RmwParams {
     uint8_t* base;
+    const int32_t* order;  // which tile comes when; null is the order of memory
     int64_t stride;        // bytes from tile to tile
     uint32_t tile_blocks;  // blocks of a tile
 };
@@ -39,8 +40,14 @@ template <int kRmwThreads, int kUnits>
 __device__ __forceinline__ void read_modify_write(const RmwParams& p) {
     const uint32_t tile = blockIdx.x / p.tile_blocks;
     const uint32_t part = blockIdx.x % p.tile_blocks;
-    uint8_t* at = p.base + tile * p.stride + (static_cast<int64_t>(part) * kUnits * kRmwThreads + threadIdx.x) * 16;
     wait_for_prior_grids();
+    int64_t place = tile;
+    if (p.order) {
+        int32_t v;
+        asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(p.order + tile));
+        place = v;
+    }
+    uint8_t* at = p.base + place * p.stride + (static_cast<int64_t>(part) * kUnits * kRmwThreads + threadIdx.x) * 16;
     uint4 v[kUnits];
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) v[i] = load_16(at + i * kRmwThreads * 16);

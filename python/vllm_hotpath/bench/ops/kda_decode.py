@@ -162,14 +162,15 @@ def buffer_set(p: Problem, out: torch.Tensor) -> BufferSet:
         slots = p.slots(live)
         return out[0, live], conv_state[slots, :, : TAPS - 1], state[slots], out[0, null]
 
-    # As many tiles as there are live rows, one a page from slot 1 on.
+    # The live rows' states in the order of the rows, as the op comes to them; slot 1 is tile 0.
     page = p.pages[0].shape[1]
     tile = state_bytes(heads, recipe)
-    tiles = (page + conv_bytes(heads, recipe), page, live_rows(recipe, out.shape[1]), tile)
+    order = p.slots(p.rows()[0]).sub(1).int()
+    tiles = (page + conv_bytes(heads, recipe), page, len(order), tile)
     pool = p.pages[0].view(-1)
 
     def rmw(split: int) -> Callable[[], object]:
-        return lambda: _core.bench_rmw(pool, *tiles, split)
+        return lambda: _core.bench_rmw(pool, *tiles, split, order)
 
     knows = heads in _PEER_HEADS and recipe.state == FP32 and not recipe.half_null
     return BufferSet(
@@ -246,7 +247,8 @@ SPEC = OpSpec(
         name="rmw",
         title="read and rewrite of the states",
         text="`rmw` is the floor: a kernel that only reads and rewrites the recurrent states of the live "
-        "rows, the fastest of 1, 2, 4, 8 and 16 blocks per 64 KiB; `split` says which.",
+        "rows in the order of the rows, as their indices say, the fastest of 1, 2, 4, 8 and 16 blocks per "
+        "64 KiB; `split` says which.",
         choice="split",
     ),
     agreement="(plain torch in fp64, for a sample of the rows: conv states and zeros of null rows bit by "
