@@ -31,6 +31,9 @@ SPEC_POSITIONAL = (*POSITIONAL, "query_start_loc", "num_accepted_tokens")
 FP32 = torch.float32
 
 
+_FORM = Form()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpecForm:
     """Tokens and accepted tokens of every row; ``form`` has the rest, its rows aside.
@@ -47,7 +50,7 @@ class SpecForm:
     extra_columns: int = 0
     index_dtype: torch.dtype = torch.int32
     strided: bool = False
-    form: Form = Form()
+    form: Form = _FORM
 
 
 SPEC_FORMS = {
@@ -65,7 +68,13 @@ SPEC_FORMS = {
     "own pools": SpecForm(form=Form(paged=False)),
     "kimi linear": SpecForm(
         form=Form(
-            parts=True, paged=False, log_decay=True, sigmoid_beta=True, norm=False, weight_dtype=BF16, bias=True
+            parts=True,
+            paged=False,
+            log_decay=True,
+            sigmoid_beta=True,
+            norm=False,
+            weight_dtype=BF16,
+            bias=True,
         )
     ),
     "fp32 gate and beta": SpecForm(form=Form(gate_dtype=FP32, beta_dtype=FP32, inputs="wide")),
@@ -142,7 +151,7 @@ def make_spec_call(
 
 
 def refill_caches(call: SpecCall, rng: torch.Generator, form: Form) -> None:
-    """Finite values where the call reads caches: windows of first slots, states of the slots it starts from."""
+    """Finite values where the call reads caches: windows of first slots, states it starts from."""
     null = call["null_index"]
     for slots, accepted in zip(
         call["state_indices"].tolist(), call["num_accepted_tokens"].tolist(), strict=True
@@ -171,7 +180,7 @@ def windows(call: Call) -> list[torch.Tensor]:
 def check_spec(
     call: SpecCall, *, out: torch.Tensor | None = None, run: Callable[[], torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Run the call (or ``run``) and check its results and every byte of every storage behind its arguments."""
+    """Run the call (or ``run``) and check its results and every byte of every storage."""
     want = call.spec_reference()
     call = call.changed(out=spec_out(call) if out is None else out)
     before = {address: memory.clone() for address, memory in call.storages().items()}
@@ -184,7 +193,9 @@ def check_spec(
         assert_state_close(call["state"][slot : slot + 1], state.unsqueeze(0))
     for slot, columns in want.conv.items():
         for part, pool in enumerate(windows(call)):
-            assert_same_bits(pool[slot, :, : columns.shape[-1]], columns[part], f"conv_state of {'qkv'[part]}")
+            assert_same_bits(
+                pool[slot, :, : columns.shape[-1]], columns[part], f"conv_state of {'qkv'[part]}"
+            )
 
     # With what was there before in the places of the results, the storages are as they were.
     def earlier(view: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Small calls of ``kda_decode_spec`` through every kernel, for ``test_sanitizer.py`` to run under the sanitizer.
+"""Small calls of ``kda_decode_spec`` through every kernel, for ``test_sanitizer.py``.
 
 Every tensor comes from the host by copy, so that the initialisation checker knows all its bytes.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -87,7 +89,7 @@ def test_tokens_equal_steps_of_kda_decode_bit_for_bit(
     steps = call.copy()
     got = call.run()
     starts = steps["query_start_loc"].tolist()
-    for row, (begin, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for row, (begin, end) in enumerate(pairwise(starts)):
         slots = steps["state_indices"][row]
         for position, token in enumerate(range(begin, end)):
             out = kda_decode(**_one_token(steps, token, slots[:1]))  # type: ignore[arg-type]

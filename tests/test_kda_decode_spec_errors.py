@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import as_bits
-from tests.kda_spec_cases import make_spec_call, spec_out, tensors
+from tests.kda_spec_cases import make_spec_call, spec_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable

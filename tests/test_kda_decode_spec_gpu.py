@@ -77,7 +77,9 @@ def test_every_form_agrees_with_the_cpu(name: str, rng: torch.Generator) -> None
 def test_every_plan_equals_the_reference_and_itself(
     rows: int, heads: int, state_dtype: torch.dtype, rng: torch.Generator
 ) -> None:
-    call = make_spec_call(CUDA, rng, _mixed(rows, rng, 4 if rows > 1 else 8), heads=heads, state_dtype=state_dtype)
+    call = make_spec_call(
+        CUDA, rng, _mixed(rows, rng, 4 if rows > 1 else 8), heads=heads, state_dtype=state_dtype
+    )
     twin = call.copy()
     got = check_spec(call)
     assert_same_bits(twin.run(), got, "out")
@@ -93,7 +95,9 @@ def test_a_row_gets_the_same_bits_in_every_batch(state_dtype: torch.dtype, rng: 
     want = whole_batch.run()
     for part in (1, 2, 3, 4, 10, 18, 19, 30):
         one = start.copy()
-        changes: dict[str, Any] = {name: one[name][:part] for name in ("state_indices", "num_accepted_tokens")}
+        changes: dict[str, Any] = {
+            name: one[name][:part] for name in ("state_indices", "num_accepted_tokens")
+        }
         for name in ("x", "raw_gate", "raw_beta", "output_gate"):
             changes[name] = one[name][: part * 3]
         got = one.run(**changes, query_start_loc=one["query_start_loc"][: part + 1])

@@ -56,7 +56,9 @@ def _finite_call(device: torch.device, rng: torch.Generator, form: SpecForm) -> 
 
 
 def _op_arguments(call: SpecCall) -> tuple[Any, ...]:
-    out = torch.zeros(call.tokens(), *call["state"].shape[1:3], dtype=torch.bfloat16, device=call["state"].device)
+    out = torch.zeros(
+        call.tokens(), *call["state"].shape[1:3], dtype=torch.bfloat16, device=call["state"].device
+    )
     args = {"norm_eps": 1e-5, "out": out} | call.args
     args |= {name: list(tensors(args[name])) for name in LISTS}
     return tuple(args[argument.name] for argument in OPS.kda_decode_spec.default._schema.arguments)
@@ -83,9 +85,10 @@ def test_the_torch_op_equals_the_function(name: str, device: torch.device, rng: 
     assert_same_caches(twin, call)
 
 
-@pytest.mark.parametrize("name", list(FORMS))
+# Not with shared pages: AOTAutograd refuses graph inputs that are views of one storage in different dtypes.
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "shared pages"])
 def test_compiled_calls_equal_eager_ones(name: str, device: torch.device, rng: torch.Generator) -> None:
-    call = make_spec_call(device, rng, FORMS[name])
+    call = _finite_call(device, rng, FORMS[name])
     twin = call.copy()
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -50,8 +50,9 @@ def bench_rmw(
     """Read and rewrite ``tiles`` stretches of ``tile_bytes`` in a contiguous uint8 ``pool``.
 
     Tile i starts ``offset + i * stride`` bytes into the pool; 1 to 16 thread blocks (``split``, a power
-    of two) share 64 KiB. ``order``, int32, is a permutation of the tiles that the blocks follow, None the
-    order of memory. The traffic floor of ops that update a state in place.
+    of two) share 64 KiB. ``order``, int32 ``[tiles, places]``, says which
+    stretch each tile reads and, from its second column on, to which it writes instead of rewriting that one;
+    None is the order of memory. The traffic floor of ops that update a state in place.
     """
 
 def fatbin(stem: str) -> bytes:

@@ -121,6 +121,7 @@ struct RmwParams {
     order: *const u8,
     stride: i64,
     tile_blocks: u32,
+    columns: u32,
 }
 
 // SAFETY: repr(C) with the fields of the kernel's RmwParams in their order; padding at the end is not read.
@@ -168,7 +169,9 @@ pub fn bench_rmw<'py>(
     if let Some(order) = order {
         arguments.read(order, &mut places)?;
         places.expect_dtype(&[DType::I32])?;
-        places.expect_shape(&[i64::from(tiles)], "tiles")?;
+        places.expect_rank(&["tiles", "places"])?;
+        let columns = places.shape()[1].max(1);
+        places.expect_shape(&[i64::from(tiles), columns], "tiles; where to read, and where to write")?;
         places.expect_contiguous()?;
         places.expect_device(memory.device, "pool")?;
     }
@@ -178,7 +181,8 @@ pub fn bench_rmw<'py>(
     let (kernel, threads) = &RMW[split.trailing_zeros() as usize];
     let tile_blocks = (tile_bytes / block_bytes) as u32;
     let base = memory.data.wrapping_offset(offset as isize);
-    let params = RmwParams { base, order: places.data, stride, tile_blocks };
+    let columns = if order.is_some() { places.shape()[1] as u32 } else { 1 };
+    let params = RmwParams { base, order: places.data, stride, tile_blocks, columns };
     let shape = Launch::of(u64::from(tiles) * u64::from(tile_blocks), *threads);
     launch("bench_rmw", kernel, device, arguments.current_stream(device)?, shape, &params)
 }

@@ -1,4 +1,6 @@
-"""What ``kda_decode`` and ``kda_decode_spec`` must return and leave in its caches, in plain torch, from the published recurrence.
+"""What ``kda_decode`` and ``kda_decode_spec`` must return and leave in their caches, in plain torch.
+
+From the published recurrence.
 
 Three steps, a function each: causal convolution with SiLU, gated delta rule, gated RMSNorm. ``decode`` runs
 them in one floating-point type without rounding between them, as the contract has it; ``chain`` rounds after

@@ -165,7 +165,7 @@ def buffer_set(p: Problem, out: torch.Tensor) -> BufferSet:
     # The live rows' states in the order of the rows, as the op comes to them; slot 1 is tile 0.
     page = p.pages[0].shape[1]
     tile = state_bytes(heads, recipe)
-    order = p.slots(p.rows()[0]).sub(1).int()
+    order = p.slots(p.rows()[0]).sub(1).int().unsqueeze(1)
     tiles = (page + conv_bytes(heads, recipe), page, len(order), tile)
     pool = p.pages[0].view(-1)
 
