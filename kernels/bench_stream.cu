@@ -30,25 +30,36 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads) bench_stream(const 
 // Host twin: src/ops/bench_stream.rs, RmwParams.
 struct RmwParams {
     uint8_t* base;
+    const int32_t* order;  // of `columns` places a tile: read from, then written to; one is both. Null: the order of memory
     int64_t stride;        // bytes from tile to tile
     uint32_t tile_blocks;  // blocks of a tile
+    uint32_t columns;
 };
 
-// Reads and rewrites kUnits * 16 bytes a thread, kRmwThreads * that a block: 64, 32, 16, 8 or 4 KiB.
+// Reads and rewrites (or writes to other places) kUnits * 16 bytes a thread, kRmwThreads * that a block: 64, 32, 16, 8 or 4 KiB.
 template <int kRmwThreads, int kUnits>
 __device__ __forceinline__ void read_modify_write(const RmwParams& p) {
     const uint32_t tile = blockIdx.x / p.tile_blocks;
     const uint32_t part = blockIdx.x % p.tile_blocks;
-    uint8_t* at = p.base + tile * p.stride + (static_cast<int64_t>(part) * kUnits * kRmwThreads + threadIdx.x) * 16;
+    uint8_t* base = p.base + (static_cast<int64_t>(part) * kUnits * kRmwThreads + threadIdx.x) * 16;
     wait_for_prior_grids();
+    auto place = [&](uint32_t column) {
+        int32_t v = static_cast<int32_t>(tile);
+        if (p.order) asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(p.order + static_cast<int64_t>(tile) * p.columns + column));
+        return base + v * p.stride;
+    };
+    uint8_t* at = place(0);
     uint4 v[kUnits];
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) v[i] = load_16(at + i * kRmwThreads * 16);
     launch_dependent_grids();
+    for (uint32_t column = p.columns > 1; column < p.columns; ++column) {
+        if (column > 0) at = place(column);
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-        v[i].x ^= 1;
-        store_16(at + i * kRmwThreads * 16, v[i]);
+        for (int i = 0; i < kUnits; ++i) {
+            v[i].x ^= 1;
+            store_16(at + i * kRmwThreads * 16, v[i]);
+        }
     }
 }
 

@@ -212,10 +212,9 @@ struct Shared {
     // By k: decay, k, decay * k, decay * q, with k and q before their normalisation.
     alignas(16) float decay[kDim], key[kDim], decayed_key[kDim], decayed_query[kDim];
     float value[kDim];       // of this block's rows
-    float output[kDim];      // of this block's rows
+    float output[kDim];      // of this block's rows, before the norm
     float sums[3][kWarps];   // q.q, k.k and k.q by warp
-    float squares[kWarps];   // of the output
-    float block_squares[16]; // of the output, by block of the cluster
+    float squares[kDim / 32];  // of the output, by 32 rows of the head
     alignas(8) uint64_t arrived;  // barrier of the staged state
 };
 
@@ -261,6 +260,51 @@ __device__ __forceinline__ void store_conv_state(const KdaParams& p, int which, 
     for (int tap = 0; tap < kTaps - 1; ++tap) store_bits16(at, tap * p.conv_tap, c.bits[tap + 1]);
 }
 
+__device__ __forceinline__ int64_t load_index(const uint8_t* base, int64_t index, uint32_t wide) {
+    int64_t v;
+    if (wide) {
+        asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(base + index * 8));
+    } else {
+        int32_t narrow;
+        asm volatile("ld.global.s32 %0, [%1];" : "=r"(narrow) : "l"(base + index * 4));
+        v = narrow;
+    }
+    return v;
+}
+
+__device__ __forceinline__ float decay_of(const KdaParams& p, uint32_t gate, float dt_bias, float rate) {
+    float exponent = float_from_raw(gate, p.gate_dtype);
+    if (!p.log_decay) {
+        const float raw = exponent + dt_bias;
+        exponent = p.bounded ? p.lower_bound * sigmoid(rate * raw) : -rate * softplus(raw);
+    }
+    return expf(exponent);
+}
+
+// What normalises q, k and k.q, from the sums of q.q, k.k and k.q by warp.
+struct Norms {
+    float q, k, key_query;
+    template <int kSums>
+    __device__ __forceinline__ Norms(const KdaParams& p, const float (&sums)[3][kSums]) {
+        // Only the warps that have channels hold sums.
+        constexpr int kWarps = kSums < kDim / 32 ? kSums : kDim / 32;
+        float sum_q = 0.0f, sum_k = 0.0f, sum_kq = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) {
+            sum_q += sums[0][warp];
+            sum_k += sums[1][warp];
+            sum_kq += sums[2][warp];
+        }
+        q = rsqrtf(sum_q + kL2Epsilon) * p.scale;
+        k = rsqrtf(sum_k + kL2Epsilon);
+        key_query = sum_kq * q * k;
+    }
+};
+
+__device__ __forceinline__ float norm_factor(const KdaParams& p, const float (&squares)[kDim / 32]) {
+    return rsqrtf(fmaf(squares[0] + squares[1] + squares[2] + squares[3], 1.0f / kDim, p.norm_eps));
+}
+
 // One cluster is one head of one row of the batch, one block kRows = 128 / kBlocks of its V rows, and kLanes threads one V
 // row at a time, kPasses of them in each of kSteps steps. A block moves its part of the state once and loads a step's state
 // at a time, in registers or staged in shared memory; the first step's is in flight while the convolution and the gates are
@@ -291,7 +335,7 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
     // different threads, v uses the registers of q.
     constexpr bool kApart = kThreads >= kDim + kRows;
     const bool has_channel = kThreads <= kDim || thread < kDim;
-    const bool has_v = thread >= kThreads - kRows;
+    const bool has_v = static_cast<int>(thread) >= kThreads - kRows;
     const uint32_t v_row = thread - (kThreads - kRows);
     const int first_part = kApart && has_v ? 2 : 0;
     const uint32_t first_at = kApart && has_v ? first_v + v_row : thread;
@@ -319,14 +363,7 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
     }
 
     wait_for_prior_grids();
-    int64_t slot;
-    if (p.wide_indices) {
-        asm volatile("ld.global.s64 %0, [%1];" : "=l"(slot) : "l"(p.indices + row * p.index_stride * 8));
-    } else {
-        int32_t narrow;
-        asm volatile("ld.global.s32 %0, [%1];" : "=r"(narrow) : "l"(p.indices + row * p.index_stride * 4));
-        slot = narrow;
-    }
+    const int64_t slot = load_index(p.indices, row * p.index_stride, p.wide_indices);
     uint32_t gate[kChannels];
     if (has_first) load_x(p, first_part, row, first_channel + first_at, q[0]);
     if (has_channel) {
@@ -346,11 +383,11 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
         output_gate = load_bits16(p.output_gate, row * p.output_gate_row + first_channel + first_v + thread);
         norm_weight = load_f32(p.norm_weight + first_v + thread);
     }
-    const int64_t out_at = row * p.out_row + first_channel + first_v + thread;
+    auto out_at = [&] { return row * p.out_row + first_channel + first_v + thread; };
 
     if (slot <= p.null_index) {
         launch_dependent_grids();
-        if (thread < kRows) store_bits16(p.out, out_at, 0);
+        if (thread < kRows) store_bits16(p.out, out_at(), 0);
         return;
     }
 
@@ -406,14 +443,7 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
         const float rate = p.log_decay ? 0.0f : expf(a_log);
         float decay[kChannels];
 #pragma unroll
-        for (int i = 0; i < kChannels; ++i) {
-            float exponent = float_from_raw(gate[i], p.gate_dtype);
-            if (!p.log_decay) {
-                const float raw = exponent + dt_bias[i];
-                exponent = p.bounded ? p.lower_bound * sigmoid(rate * raw) : -rate * softplus(raw);
-            }
-            decay[i] = expf(exponent);
-        }
+        for (int i = 0; i < kChannels; ++i) decay[i] = decay_of(p, gate[i], dt_bias[i], rate);
 #pragma unroll
         for (int i = 0; i < kChannels; ++i) {
             const float cq = convolve(p, q[i]), ck = convolve(p, k[i]);
@@ -436,33 +466,43 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
         shared.sums[1][thread / 32] = sum_k;
         shared.sums[2][thread / 32] = sum_kq;
     }
+    auto move_conv_state = [&] {
+        if (has_channel) {
+#pragma unroll
+            for (int i = 0; i < kChannels; ++i) {
+                const uint32_t at = thread + i * kThreads;
+                if (kBlocks == 1 || at / kRows == rank) {
+                    store_conv_state(p, 0, slot, first_channel + at, q[i]);
+                    store_conv_state(p, 1, slot, first_channel + at, k[i]);
+                }
+            }
+        }
+        if (has_v) store_conv_state(p, 2, slot, first_channel + first_v + v_row, v);
+    };
+    // A channel's only reader is then its writer.
+    if constexpr (kBlocks == 1) move_conv_state();
     __syncthreads();
-    sum_q = sum_k = sum_kq = 0.0f;
-    // Only the warps that have channels hold sums.
-    constexpr int kSums = kThreads < kDim ? kWarps : kDim / 32;
-#pragma unroll
-    for (int warp = 0; warp < kSums; ++warp) {
-        sum_q += shared.sums[0][warp];
-        sum_k += shared.sums[1][warp];
-        sum_kq += shared.sums[2][warp];
-    }
-    const float norm_q = rsqrtf(sum_q + kL2Epsilon) * p.scale;
-    const float norm_k = rsqrtf(sum_k + kL2Epsilon);
-    const float key_query = sum_kq * norm_q * norm_k;
+    const Norms norms(p, shared.sums);
 
-    // The sum of squares of the whole head: over the warp (lanes other than the first of a row hold zero), the block and the
-    // cluster.
-    float squares = 0.0f;
+    // The RMSNorm's sum of squares: 32 rows by a warp's butterfly, then these sums in the order of the rows. Every split sums in
+    // this order, so that the bits of a row do not depend on the batch around it.
+    float squares[kDim / 32];
+    auto square_rows = [&](uint32_t first) {
+        const float o = shared.output[first + thread % 32];
+        return sum_over_warp(o * o);
+    };
     auto share_squares = [&] {
-        squares = sum_over_warp(squares);
-        if (thread % 32 == 0) shared.squares[thread / 32] = squares;
         __syncthreads();
-        squares = 0.0f;
+        if constexpr (kBlocks == 1) {
 #pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) squares += shared.squares[warp];
-        if constexpr (kBlocks > 1) {
+            for (int part = 0; part < kDim / 32; ++part) squares[part] = square_rows(part * 32);
+        } else {
+            const uint32_t warp = thread / 32;
+            float sum = 0.0f;
+            if (warp < kRows / 32) sum = square_rows(warp * 32);
             cluster_wait();
-            if (thread < kBlocks) store_to_block(thread, &shared.block_squares[rank], squares);
+            if (warp < kRows / 32 && thread % 32 < kBlocks)
+                store_to_block(thread % 32, &shared.squares[rank * (kRows / 32) + warp], sum);
             // It also says that this block has read the convolution state of q and k, which the cluster overwrites below.
             cluster_arrive();
         }
@@ -494,13 +534,10 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const uint32_t at = (step * kPasses + pass) * kRowsAtOnce + thread / kLanes;
-            const float delta = (shared.value[at] - sum_over_row(along_key[pass]) * norm_k) * beta;
-            const float o = fmaf(delta, key_query, sum_over_row(along_query[pass]) * norm_q);
-            update[pass] = delta * norm_k;
-            if (lane == 0) {
-                shared.output[at] = o;
-                squares = fmaf(o, o, squares);
-            }
+            const float delta = fmaf(-sum_over_row(along_key[pass]), norms.k, shared.value[at]) * beta;
+            const float o = fmaf(delta, norms.key_query, sum_over_row(along_query[pass]) * norms.q);
+            update[pass] = delta * norms.k;
+            if (lane == 0) shared.output[at] = o;
         }
         // Before the stores, so that it travels meanwhile.
         if constexpr (kSteps == 1) share_squares();
@@ -527,25 +564,323 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
     if constexpr (kSteps > 1) share_squares();
     if constexpr (kBlocks > 1) {
         cluster_wait();
-        squares = 0.0f;
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) squares += shared.block_squares[block];
+        for (int part = 0; part < kDim / 32; ++part) squares[part] = shared.squares[part];
     }
     float factor = 1.0f;
-    if (p.output_gate) factor = rsqrtf(squares * (1.0f / kDim) + p.norm_eps) * norm_weight;
-    if (thread < kRows) store_bits16(p.out, out_at, bits16_from_float(shared.output[thread] * factor, p.activation));
+    if (p.output_gate) factor = norm_factor(p, squares) * norm_weight;
+    if (thread < kRows) store_bits16(p.out, out_at(), bits16_from_float(shared.output[thread] * factor, p.activation));
 
-    if (has_channel) {
+    if constexpr (kBlocks > 1) move_conv_state();
+}
+
+// ---- Several tokens a row ---------------------------------------------------------------------------------------------
+
+constexpr int kMaxTokens = 8;
+constexpr int kTokensAtOnce = 4;  // whose inputs are in flight together
+constexpr int kSpecThreads = kDim;
+
+// Host twin: src/ops/kda_decode/cuda.rs, SpecParams. Rows of x, gates, beta and out are tokens here.
+struct KdaSpecParams {
+    KdaParams one;
+    const uint8_t* query_start;
+    const uint8_t* accepted;
+    int64_t query_stride, accepted_stride;
+    int64_t index_column;
+    uint32_t rows, tokens;
+    uint32_t columns;  // of the indices: most tokens of a row
+    uint32_t wide_query, wide_accepted;  // int64
+};
+static_assert(sizeof(KdaSpecParams) == 424, "the host's twin has this size");
+
+template <int kRows>
+struct SpecShared {
+    alignas(16) float decay[kMaxTokens][kDim], key[kMaxTokens][kDim];
+    alignas(16) float decayed_key[kMaxTokens][kDim], decayed_query[kMaxTokens][kDim];
+    float value[kMaxTokens][kRows], output[kMaxTokens][kRows], gate[kMaxTokens][kRows];
+    float sums[kMaxTokens][3][kDim / 32];
+    float squares[kMaxTokens][kDim / 32];
+    float beta[kMaxTokens];
+};
+
+// As kda_decode, in its order of arithmetic, for the tokens of a row: their convolutions and gates first, all of them; then the
+// state, kept in registers in fp32, goes through the tokens and is stored after each; last the norms. A row reads its state once.
+// Blocks also zero the outputs of padded rows and, a token in turn by row, those of tokens that no row has.
+template <class State, int kBlocks, int kSteps, int kPasses>
+__device__ __forceinline__ void kda_decode_spec(const KdaSpecParams& s) {
+    constexpr int kRows = kDim / kBlocks;
+    constexpr int kRowsAtOnce = kRows / kSteps / kPasses;
+    static_assert(kRowsAtOnce * kLanes == kSpecThreads, "a thread has a channel of q and of k");
+    constexpr int kChunks = kElements / State::kVector;
+    __shared__ SpecShared<kRows> shared;
+
+    const KdaParams& p = s.one;
+    const uint32_t thread = threadIdx.x;
+    const uint32_t warp = thread / 32;
+    const uint32_t head_of_batch = blockIdx.x / kBlocks;
+    const uint32_t rank = blockIdx.x % kBlocks;
+    const uint32_t row = p.heads.divide(head_of_batch);
+    const uint32_t head = head_of_batch - row * p.heads.divisor;
+    const uint32_t first_channel = head * kDim;
+    const uint32_t first_v = rank * kRows;
+    const uint32_t channel = first_channel + thread;
+    // The last threads have a channel of v, the first ones an output.
+    const bool has_v = static_cast<int>(thread) >= kSpecThreads - kRows;
+    const uint32_t v_row = thread - (kSpecThreads - kRows);
+    const uint32_t v_channel = first_channel + first_v + v_row;
+    const bool has_output = p.output_gate && thread < kRows;
+
+    // Weights, which no kernel writes, before the wait.
+    Channel q, k, v;
+    load_weights(p, 0, channel, q);
+    load_weights(p, 1, channel, k);
+    if (has_v) load_weights(p, 2, v_channel, v);
+    const float dt_bias = p.log_decay ? 0.0f : load_f32(p.dt_bias + channel);
+    const float a_log = p.log_decay ? 0.0f : load_f32(p.a_log + head);
+
+    wait_for_prior_grids();
+    const int64_t begin = load_index(s.query_start, row * s.query_stride, s.wide_query);
+    const int64_t end = load_index(s.query_start, (row + 1) * s.query_stride, s.wide_query);
+    const int64_t accepted = load_index(s.accepted, row * s.accepted_stride, s.wide_accepted);
+    // Lane t of every warp has the slot of token t.
+    int64_t slots = 0;
+    if (thread % 32 < s.columns)
+        slots = load_index(p.indices, row * p.index_stride + thread % 32 * s.index_column, p.wide_indices);
+    float norm_weight = 0.0f;
+    if (has_output) norm_weight = load_f32(p.norm_weight + first_v + thread);
+
+    auto zero_output = [&](int64_t token) {
+        if (thread < kRows) store_bits16(p.out, token * p.out_row + first_channel + first_v + thread, 0);
+    };
+    const int64_t tokens = s.tokens;
+    auto zero_tokens_of_no_row = [&] {
+        const int64_t first = load_index(s.query_start, 0, s.wide_query);
+        const int64_t last = load_index(s.query_start, s.rows * s.query_stride, s.wide_query);
+        for (int64_t token = row; token < min(first, tokens); token += s.rows) zero_output(token);
+        for (int64_t token = max(last, static_cast<int64_t>(0)) + row; token < tokens; token += s.rows) zero_output(token);
+    };
+
+    // Numbers that no row may have make it padding, so that nothing is touched outside the tensors.
+    const bool countable = begin >= 0 && end <= tokens && begin < end && end - begin <= s.columns;
+    const bool startable = accepted >= 1 && accepted <= s.columns;
+    const int64_t slot = __shfl_sync(~0u, slots, 0);
+    const int64_t first_slot = __shfl_sync(~0u, slots, startable ? static_cast<int>(accepted) - 1 : 0);
+    if (!countable || !startable || slot <= p.null_index || first_slot <= p.null_index) {
+        launch_dependent_grids();
+        for (int64_t token = max(begin, static_cast<int64_t>(0)); token < min(end, tokens); ++token) zero_output(token);
+        zero_tokens_of_no_row();
+        return;
+    }
+    const uint32_t count = static_cast<uint32_t>(end - begin);
+
+    struct Inputs {
+        uint32_t q, k, v, gate, output_gate;
+    } inputs[kTokensAtOnce];
+    auto load_tokens = [&](uint32_t first) {
 #pragma unroll
-        for (int i = 0; i < kChannels; ++i) {
-            const uint32_t at = thread + i * kThreads;
-            if (kBlocks == 1 || at / kRows == rank) {
-                store_conv_state(p, 0, slot, first_channel + at, q[i]);
-                store_conv_state(p, 1, slot, first_channel + at, k[i]);
+        for (uint32_t i = 0; i < kTokensAtOnce; ++i) {
+            if (first + i >= count) break;
+            const int64_t token = begin + first + i;
+            inputs[i].q = load_bits16(p.x[0], token * p.x_row[0] + channel);
+            inputs[i].k = load_bits16(p.x[1], token * p.x_row[1] + channel);
+            if (has_v) inputs[i].v = load_bits16(p.x[2], token * p.x_row[2] + v_channel);
+            inputs[i].gate = load_raw(p.gate, token * p.gate_row + channel, p.gate_dtype);
+            if (has_output)
+                inputs[i].output_gate = load_bits16(p.output_gate, token * p.output_gate_row + first_channel + first_v + thread);
+        }
+    };
+    load_tokens(0);
+    uint32_t raw_beta = 0;
+    if (thread < count) raw_beta = load_raw(p.beta, (begin + thread) * p.beta_row + head, p.beta_dtype);
+
+    // The window ends with the last accepted token of the step before.
+    auto load_window = [&](int which, uint32_t at, Channel& c) {
+        const uint8_t* window = conv_state_of(p, which, slot, at);
+#pragma unroll
+        for (int tap = 0; tap < kTaps - 1; ++tap) c.bits[tap] = load_bits16(window, (accepted - 1 + tap) * p.conv_tap);
+    };
+    load_window(0, channel, q);
+    load_window(1, channel, k);
+    if (has_v) load_window(2, v_channel, v);
+
+    const uint32_t lane = thread % kLanes;
+    const int64_t tile_at =
+        static_cast<int64_t>(head) * (kDim * kDim) + (first_v + thread / kLanes) * kDim + lane * State::kVector;
+    auto unit_at = [&](int step, int pass, int chunk) {
+        return ((step * kPasses + pass) * kRowsAtOnce * kDim + chunk * kLanes * State::kVector) * State::kBytes;
+    };
+    uint4 loaded[kPasses][kChunks];
+    auto load_step = [&](int step) {
+        const uint8_t* tile = p.state + (first_slot * p.state_slot + tile_at) * State::kBytes;
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) loaded[pass][chunk] = load_16(tile + unit_at(step, pass, chunk));
+    };
+    load_step(0);
+    launch_dependent_grids();
+    if constexpr (kBlocks > 1) cluster_arrive_relaxed();
+
+    if (thread < count) {
+        const float beta = float_from_raw(raw_beta, p.beta_dtype);
+        shared.beta[thread] = p.beta_is_sigmoid ? beta : sigmoid(beta);
+    }
+    // Columns of the convolution state: the last two before this step, then its tokens.
+    auto store_column = [&](int which, uint32_t at, uint32_t column, uint32_t bits) {
+        store_bits16(conv_state_of(p, which, slot, at), column * p.conv_tap, bits);
+    };
+    auto store_history = [&](int which, uint32_t at, const uint32_t* bits) {
+        store_column(which, at, 0, bits[1]);
+        store_column(which, at, 1, bits[2]);
+    };
+    uint32_t history[3][kTaps - 1];
+#pragma unroll
+    for (int tap = 1; tap < kTaps - 1; ++tap) history[0][tap] = q.bits[tap], history[1][tap] = k.bits[tap], history[2][tap] = v.bits[tap];
+
+    const float rate = p.log_decay ? 0.0f : expf(a_log);
+    auto convolve_next = [&](Channel& c, uint32_t bits) {
+        c.bits[kTaps - 1] = bits;
+        const float result = convolve(p, c);
+#pragma unroll
+        for (int tap = 0; tap < kTaps - 1; ++tap) c.bits[tap] = c.bits[tap + 1];
+        return result;
+    };
+    auto prepare_tokens = [&](uint32_t first) {
+#pragma unroll
+        for (uint32_t i = 0; i < kTokensAtOnce; ++i) {
+            const uint32_t token = first + i;
+            if (token >= count) break;
+            const float decay = decay_of(p, inputs[i].gate, dt_bias, rate);
+            if (has_output) shared.gate[token][thread] = norm_weight * sigmoid(float_from_bits16(inputs[i].output_gate, p.activation));
+            const float cq = convolve_next(q, inputs[i].q), ck = convolve_next(k, inputs[i].k);
+            shared.decay[token][thread] = decay;
+            shared.key[token][thread] = ck;
+            shared.decayed_key[token][thread] = decay * ck;
+            shared.decayed_query[token][thread] = decay * cq;
+            if (has_v) shared.value[token][v_row] = convolve_next(v, inputs[i].v);
+            const float sum_q = sum_over_warp(cq * cq), sum_k = sum_over_warp(ck * ck), sum_kq = sum_over_warp(ck * cq);
+            if (thread % 32 == 0) {
+                shared.sums[token][0][warp] = sum_q;
+                shared.sums[token][1][warp] = sum_k;
+                shared.sums[token][2][warp] = sum_kq;
+            }
+            if constexpr (kBlocks == 1) {
+                store_column(0, channel, token + 2, inputs[i].q);
+                store_column(1, channel, token + 2, inputs[i].k);
+                if (has_v) store_column(2, v_channel, token + 2, inputs[i].v);
+            }
+        }
+    };
+    prepare_tokens(0);
+    for (uint32_t first = kTokensAtOnce; first < count; first += kTokensAtOnce) {
+        load_tokens(first);
+        prepare_tokens(first);
+    }
+    if constexpr (kBlocks == 1) {
+        store_history(0, channel, history[0]);
+        store_history(1, channel, history[1]);
+        if (has_v) store_history(2, v_channel, history[2]);
+    }
+    __syncthreads();
+
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        if (step > 0) load_step(step);
+        float h[kPasses][kElements];
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass)
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) State::unpack(loaded[pass][chunk], &h[pass][chunk * State::kVector]);
+#pragma unroll 1
+        for (uint32_t token = 0; token < count; ++token) {
+            float along_key[kPasses], along_query[kPasses], update[kPasses];
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass) along_key[pass] = along_query[pass] = 0.0f;
+#pragma unroll
+            for (int part = 0; part < kElements; part += 4) {
+                const uint32_t at = (part / State::kVector * kLanes + lane) * State::kVector + part % State::kVector;
+                const float4 dk = *reinterpret_cast<const float4*>(&shared.decayed_key[token][at]);
+                const float4 dq = *reinterpret_cast<const float4*>(&shared.decayed_query[token][at]);
+#pragma unroll
+                for (int pass = 0; pass < kPasses; ++pass) {
+                    along_key[pass] = dot4(&h[pass][part], dk, along_key[pass]);
+                    along_query[pass] = dot4(&h[pass][part], dq, along_query[pass]);
+                }
+            }
+            const Norms norms(p, shared.sums[token]);
+            const float beta = shared.beta[token];
+#pragma unroll
+            for (int pass = 0; pass < kPasses; ++pass) {
+                const uint32_t at = (step * kPasses + pass) * kRowsAtOnce + thread / kLanes;
+                const float delta = fmaf(-sum_over_row(along_key[pass]), norms.k, shared.value[token][at]) * beta;
+                const float o = fmaf(delta, norms.key_query, sum_over_row(along_query[pass]) * norms.q);
+                update[pass] = delta * norms.k;
+                if (lane == 0) shared.output[token][at] = o;
+            }
+            const int64_t target = __shfl_sync(~0u, slots, token);
+            uint8_t* tile = p.state + (target * p.state_slot + tile_at) * State::kBytes;
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                float decay[State::kVector], key[State::kVector];
+#pragma unroll
+                for (int part = 0; part < State::kVector; part += 4) {
+                    const uint32_t at = (chunk * kLanes + lane) * State::kVector + part;
+                    *reinterpret_cast<float4*>(decay + part) = *reinterpret_cast<const float4*>(&shared.decay[token][at]);
+                    *reinterpret_cast<float4*>(key + part) = *reinterpret_cast<const float4*>(&shared.key[token][at]);
+                }
+#pragma unroll
+                for (int pass = 0; pass < kPasses; ++pass) {
+                    float* part = &h[pass][chunk * State::kVector];
+#pragma unroll
+                    for (int i = 0; i < State::kVector; ++i) part[i] = fmaf(key[i], update[pass], part[i] * decay[i]);
+                    if (target > p.null_index) store_16(tile + unit_at(step, pass, chunk), State::pack(part));
+                }
             }
         }
     }
-    if (has_v) store_conv_state(p, 2, slot, first_channel + first_v + v_row, v);
+    __syncthreads();
+
+    if constexpr (kBlocks > 1) cluster_wait();
+    for (uint32_t sum = warp; sum < count * (kRows / 32); sum += kSpecThreads / 32) {
+        const uint32_t token = sum / (kRows / 32), part = sum % (kRows / 32);
+        const float o = shared.output[token][part * 32 + thread % 32];
+        const float squares = sum_over_warp(o * o);
+        float* at = &shared.squares[token][rank * (kRows / 32) + part];
+        if constexpr (kBlocks > 1) {
+            if (thread % 32 < kBlocks) store_to_block(thread % 32, at, squares);
+        } else if (thread % 32 == 0) {
+            *at = squares;
+        }
+    }
+    if constexpr (kBlocks > 1) {
+        cluster_arrive();
+        cluster_wait();
+        // The whole cluster has read the windows of q and k.
+        if (thread / kRows == rank) {
+            store_history(0, channel, history[0]);
+            store_history(1, channel, history[1]);
+        }
+        if (has_v) store_history(2, v_channel, history[2]);
+#pragma unroll 1
+        for (uint32_t token = 0; token < count; ++token) {
+            const int64_t at = begin + token;
+            if (thread / kRows == rank) {
+                store_column(0, channel, token + 2, load_bits16(p.x[0], at * p.x_row[0] + channel));
+                store_column(1, channel, token + 2, load_bits16(p.x[1], at * p.x_row[1] + channel));
+            }
+            if (has_v) store_column(2, v_channel, token + 2, load_bits16(p.x[2], at * p.x_row[2] + v_channel));
+        }
+    } else {
+        __syncthreads();
+    }
+    for (uint32_t token = thread / kRows; token < count; token += kSpecThreads / kRows) {
+        const uint32_t at = thread % kRows;
+        float factor = 1.0f;
+        if (p.output_gate) factor = norm_factor(p, shared.squares[token]) * shared.gate[token][at];
+        store_bits16(p.out, (begin + token) * p.out_row + first_channel + first_v + at,
+                     bits16_from_float(shared.output[token][at] * factor, p.activation));
+    }
+    zero_tokens_of_no_row();
 }
 
 }  // namespace
@@ -558,19 +893,35 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
         kda_decode<STATE, BLOCKS, STEPS, PASSES, STAGED>(p);                                           \
     }
 
-// Three blocks of 80 registers fit a multiprocessor; what is built for Blackwell would spill.
+// Blocks that a multiprocessor should hold, where the registers allow it: what is built for Blackwell would spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-#define HOTPATH_STEPPED_RESIDENT 3
+#define HOTPATH_RESIDENT(BLOCKS) BLOCKS
 #else
-#define HOTPATH_STEPPED_RESIDENT 1
+#define HOTPATH_RESIDENT(BLOCKS) 1
 #endif
 
 HOTPATH_KDA(f32_quarter, StateF32, 4, 1, 2, false, 1)
 HOTPATH_KDA(f32_half, StateF32, 2, 1, 4, true, 6)
-HOTPATH_KDA(f32_stepped, StateF32, 1, 2, 2, false, HOTPATH_STEPPED_RESIDENT)
+HOTPATH_KDA(f32_stepped, StateF32, 1, 2, 2, false, HOTPATH_RESIDENT(2))
+HOTPATH_KDA(f32_narrow, StateF32, 1, 2, 4, false, HOTPATH_RESIDENT(3))
 HOTPATH_KDA(bf16_half, StateBf16, 2, 1, 4, true, 6)
-HOTPATH_KDA(bf16_staged, StateBf16, 1, 1, 4, true, 3)
+HOTPATH_KDA(bf16_narrow, StateBf16, 1, 1, 8, true, 4)
 HOTPATH_KDA(fp16_half, StateFp16, 2, 1, 4, true, 6)
-HOTPATH_KDA(fp16_staged, StateFp16, 1, 1, 4, true, 3)
+HOTPATH_KDA(fp16_narrow, StateFp16, 1, 1, 8, true, 4)
+
+#define HOTPATH_KDA_SPEC(NAME, STATE, BLOCKS, STEPS, PASSES)                                                           \
+    extern "C" __global__ void __launch_bounds__(kSpecThreads) kda_decode_spec_##NAME(const __grid_constant__ KdaSpecParams p) { \
+        kda_decode_spec<STATE, BLOCKS, STEPS, PASSES>(p);                                                               \
+    }
+
+HOTPATH_KDA_SPEC(f32_quarter, StateF32, 4, 1, 2)
+HOTPATH_KDA_SPEC(f32_half, StateF32, 2, 1, 4)
+HOTPATH_KDA_SPEC(f32_narrow, StateF32, 1, 2, 4)
+HOTPATH_KDA_SPEC(bf16_quarter, StateBf16, 4, 1, 2)
+HOTPATH_KDA_SPEC(bf16_half, StateBf16, 2, 1, 4)
+HOTPATH_KDA_SPEC(bf16_narrow, StateBf16, 1, 2, 4)
+HOTPATH_KDA_SPEC(fp16_quarter, StateFp16, 4, 1, 2)
+HOTPATH_KDA_SPEC(fp16_half, StateFp16, 2, 1, 4)
+HOTPATH_KDA_SPEC(fp16_narrow, StateFp16, 1, 2, 4)
 
 }  // namespace hotpath

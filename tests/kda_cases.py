@@ -16,6 +16,8 @@ from vllm_hotpath.ops.kda_decode import kda_decode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from typing_extensions import Self
+
     from tests.reference.kda_decode import Decoded
 
 D = 128
@@ -167,15 +169,15 @@ class Call:
         args.pop("out", None)
         return function(*[args.pop(name) for name in POSITIONAL], **args)
 
-    def changed(self, **changes: Any) -> Call:
-        return Call(self.args | changes)
+    def changed(self, **changes: Any) -> Self:
+        return type(self)(self.args | changes)
 
     def storages(self) -> dict[int, torch.Tensor]:
         """Every storage behind the arguments, by address, as bytes."""
         found = [whole(tensor) for value in self.args.values() for tensor in tensors(value)]
         return {memory.data_ptr(): memory for memory in found}
 
-    def copy(self, device: torch.device | str | None = None) -> Call:
+    def copy(self, device: torch.device | str | None = None) -> Self:
         """The same views of copied memory; what shares memory still does."""
         copies = {address: memory.to(device, copy=True) for address, memory in self.storages().items()}
 
@@ -189,7 +191,7 @@ class Call:
                 return view
             return [moved(part) for part in value] if isinstance(value, (list, tuple)) else value
 
-        return Call({name: moved(value) for name, value in self.args.items()})
+        return type(self)({name: moved(value) for name, value in self.args.items()})
 
 
 def _normal(

@@ -93,6 +93,43 @@ def test_kda_calls_agree_with_the_reference_and_each_set_has_its_own_pool() -> N
             assert null.shape == (32, 12, 128)
 
 
+def test_bytes_of_a_known_call_of_several_tokens() -> None:
+    recipe = kda_calls.Recipe(columns=4)
+    weights = (3 * 4 * 128 + 1 + 128) * 4 + 128 * 4
+    # One state read and four written; three columns read and six written; 4 slots, 2 starts and a count.
+    read = 65536 + 3 * 768 + 4 * (641 * 2 + 4) + 3 * 4 + weights
+    assert kda_decode.spec_bytes_moved(recipe, 1, 1) == (read, 4 * (65536 + 256) + 6 * 768)
+
+
+def test_calls_of_several_tokens_agree_with_the_reference() -> None:
+    spec = load("kda_decode")
+    cases = list(spec.bench_cases("kda_decode_spec", spec.bench_shapes[0].__class__(12), False))
+    assert len({tuple(case.params.values()) for case in cases}) == len(cases)
+    assert {case.params["tokens"] for case in cases} == {2, 4, 8}
+    for case in cases:
+        assert case.bytes_moved < case.set_bytes < min(2 * case.bytes_moved, runner.MAX_SET_BYTES)
+        if case.params["B"] == 4:
+            sets = case.make(torch.device("cpu"), 2)
+            assert runner.check(sets, "ours") == "", case
+            assert list(sets[0].floors) == ["1", "2", "4", "8", "16"]
+
+
+def test_a_wrong_token_of_several_is_found_before_anything_is_timed() -> None:
+    recipe = kda_calls.Recipe(columns=3)
+    problem = next(iter(kda_calls.spec_problems(recipe, 3, 2, draw, 1, full=True)))
+    out = torch.empty(6, 3, 128, dtype=torch.bfloat16)
+    one = kda_decode.spec_buffer_set(problem, out)
+    assert runner.check([one], "ours") == ""
+
+    def wrong() -> tuple[torch.Tensor]:
+        kda_calls.call_spec(problem, out)
+        problem.tokens.conv_state[problem.indices[1, 0], 7, 4] += 1
+        return (out,)
+
+    one.subjects["ours"] = wrong  # type: ignore[index]
+    assert "ours, output 1: first at [1, 7, 4]: expected " in runner.check([one], "ours")
+
+
 def test_a_wrong_state_is_found_before_anything_is_timed() -> None:
     problem = next(iter(kda_calls.problems(kda_calls.Recipe(), 3, 1, draw, 1)))
     out = torch.empty(1, 1, 3, 128, dtype=torch.bfloat16)

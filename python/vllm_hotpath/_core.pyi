@@ -13,6 +13,7 @@ __all__ = [
     "exchange_api_version",
     "fatbin",
     "kda_decode",
+    "kda_decode_spec",
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
     "needs_dispatcher",
@@ -43,11 +44,15 @@ def bench_stream(src: object, dst: object, /) -> None:
 def bench_launch(src: object, dst: object, launches: int, /) -> float:
     """Host nanoseconds of one ``bench_stream`` launch without Python, over ``launches`` in a row."""
 
-def bench_rmw(pool: object, offset: int, stride: int, tiles: int, tile_bytes: int, split: int, /) -> None:
+def bench_rmw(
+    pool: object, offset: int, stride: int, tiles: int, tile_bytes: int, split: int, order: object | None, /
+) -> None:
     """Read and rewrite ``tiles`` stretches of ``tile_bytes`` in a contiguous uint8 ``pool``.
 
     Tile i starts ``offset + i * stride`` bytes into the pool; 1 to 16 thread blocks (``split``, a power
-    of two) share 64 KiB. The traffic floor of ops that update a state in place.
+    of two) share 64 KiB. ``order``, int32 ``[tiles, places]``, says which
+    stretch each tile reads and, from its second column on, to which it writes instead of rewriting that one;
+    None is the order of memory. The traffic floor of ops that update a state in place.
     """
 
 def fatbin(stem: str) -> bytes:
@@ -81,6 +86,31 @@ def kda_decode(
     dt_bias: object | None,
     state: object,
     state_indices: object,
+    conv_bias: object | None,
+    lower_bound: float | None,
+    output_gate: object | None,
+    norm_weight: object | None,
+    norm_eps: float,
+    scale: float | None,
+    null_index: int,
+    gate_is_log_decay: bool,
+    beta_is_sigmoid: bool,
+    out: object | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> Any: ...
+def kda_decode_spec(
+    x: object,
+    conv_weight: object,
+    conv_state: object,
+    raw_gate: object,
+    raw_beta: object,
+    a_log: object | None,
+    dt_bias: object | None,
+    state: object,
+    state_indices: object,
+    query_start_loc: object,
+    num_accepted_tokens: object,
     conv_bias: object | None,
     lower_bound: float | None,
     output_gate: object | None,

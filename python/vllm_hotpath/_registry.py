@@ -1,6 +1,6 @@
 """The one table of ops: stem -> public names. A new op is one line here. No torch."""
 
 OPS: dict[str, tuple[str, ...]] = {
-    "kda_decode": ("kda_decode",),
+    "kda_decode": ("kda_decode", "kda_decode_spec"),
     "mla_kv_pack": ("mla_kv_concat", "mla_kv_concat_quant_fp8"),
 }

@@ -118,16 +118,18 @@ pub fn bench_launch<'py>(
 #[derive(Clone, Copy)]
 struct RmwParams {
     base: *mut u8,
+    order: *const u8,
     stride: i64,
     tile_blocks: u32,
+    columns: u32,
 }
 
 // SAFETY: repr(C) with the fields of the kernel's RmwParams in their order; padding at the end is not read.
 unsafe impl Params for RmwParams {}
 
-/// Reads and rewrites stretches of a pool, the floor of ops that update a state in place.
+/// Reads and rewrites stretches of a pool, the floor of ops that update a state in place. What `order` holds is not checked.
 #[pyfunction]
-#[pyo3(signature = (pool, offset, stride, tiles, tile_bytes, split, /))]
+#[pyo3(signature = (pool, offset, stride, tiles, tile_bytes, split, order, /))]
 pub fn bench_rmw<'py>(
     py: Python<'py>,
     pool: &Bound<'py, PyAny>,
@@ -136,6 +138,7 @@ pub fn bench_rmw<'py>(
     tiles: u32,
     tile_bytes: i64,
     split: u32,
+    order: Option<&Bound<'py, PyAny>>,
 ) -> Result<()> {
     let refuse = |argument, expected: &str, got: i64| {
         Err(Error::Value { op: "bench_rmw", argument, expected: expected.into(), got: got.to_string() })
@@ -162,12 +165,24 @@ pub fn bench_rmw<'py>(
     if offset < 0 || offset % ACCESS as i64 != 0 || end.is_none_or(|end| end > bytes) {
         return refuse("offset", "tiles within the pool, at a multiple of 16", offset);
     }
+    let mut places = Tensor::unset("bench_rmw", "order");
+    if let Some(order) = order {
+        arguments.read(order, &mut places)?;
+        places.expect_dtype(&[DType::I32])?;
+        places.expect_rank(&["tiles", "places"])?;
+        let columns = places.shape()[1].max(1);
+        places.expect_shape(&[i64::from(tiles), columns], "tiles; where to read, and where to write")?;
+        places.expect_contiguous()?;
+        places.expect_device(memory.device, "pool")?;
+    }
     if tiles == 0 {
         return Ok(());
     }
     let (kernel, threads) = &RMW[split.trailing_zeros() as usize];
     let tile_blocks = (tile_bytes / block_bytes) as u32;
-    let params = RmwParams { base: memory.data.wrapping_offset(offset as isize), stride, tile_blocks };
+    let base = memory.data.wrapping_offset(offset as isize);
+    let columns = if order.is_some() { places.shape()[1] as u32 } else { 1 };
+    let params = RmwParams { base, order: places.data, stride, tile_blocks, columns };
     let shape = Launch::of(u64::from(tiles) * u64::from(tile_blocks), *threads);
     launch("bench_rmw", kernel, device, arguments.current_stream(device)?, shape, &params)
 }

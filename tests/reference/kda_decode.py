@@ -1,4 +1,6 @@
-"""What ``kda_decode`` must return and leave in its caches, in plain torch, from the published recurrence.
+"""What ``kda_decode`` and ``kda_decode_spec`` must return and leave in their caches, in plain torch.
+
+From the published recurrence.
 
 Three steps, a function each: causal convolution with SiLU, gated delta rule, gated RMSNorm. ``decode`` runs
 them in one floating-point type without rounding between them, as the contract has it; ``chain`` rounds after
@@ -187,3 +189,98 @@ def decode(*arguments: object, dtype: torch.dtype = torch.float64, **options: ob
 def chain(*arguments: object, dtype: torch.dtype = torch.float32, **options: object) -> Decoded:
     """As ``decode``, but q, k, v, o and out are rounded to the activations' type where kernels meet."""
     return _decode(*arguments, dtype=dtype, rounded=True, **options)  # type: ignore[arg-type]
+
+
+class DecodedSpec(NamedTuple):
+    """Results of ``decode_spec``: of slots, and of all tokens."""
+
+    out: torch.Tensor
+    """``[T, H, D]`` of all tokens, zero where the row is padding or there is none."""
+    live: torch.Tensor
+    """Whether a token's row is live, ``[T]``."""
+    conv: dict[int, torch.Tensor]
+    """Slot to ``[3, H*D, 2 + tokens]``: the columns afterwards, bits as they lay in cache and x."""
+    state: dict[int, torch.Tensor]
+    """Slot to ``[H, V, K]``, not rounded to the state's type."""
+
+
+def decode_spec(
+    x: Tensors,
+    conv_weight: Tensors,
+    conv_state: Tensors,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float64,
+    conv_bias: Tensors | None = None,
+    lower_bound: float | None = None,
+    output_gate: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-5,
+    scale: float | None = None,
+    null_index: int = 0,
+    gate_is_log_decay: bool = False,
+    beta_is_sigmoid: bool = False,
+) -> DecodedSpec:
+    """Row by row and token by token: the steps above on a sliding window and the state as it comes."""
+    heads, values, width = state.shape[1:]
+    channels = heads * width
+    tokens = x.shape[0] if isinstance(x, torch.Tensor) else x[0].shape[0]
+    parts = _thirds(x, (tokens, channels))
+    if isinstance(conv_state, torch.Tensor):
+        pools = list(conv_state.detach().unflatten(1, (3, channels)).unbind(1))
+    else:
+        pools = [part.detach() for part in conv_state]
+    weights = _taps(conv_weight, channels)
+    biases = [None] * 3 if conv_bias is None else _thirds(conv_bias, (channels,))
+    rates = (None, None, None) if gate_is_log_decay else (a_log, dt_bias, lower_bound)
+    factors = decay(raw_gate.detach().reshape(tokens, heads, width), *rates, dtype)
+    betas = raw_beta.detach().reshape(tokens, heads).to(dtype)
+    betas = betas if beta_is_sigmoid else torch.sigmoid(betas)
+    scale = width**-0.5 if scale is None else scale
+
+    result = DecodedSpec(
+        torch.zeros(tokens, heads, values, dtype=dtype, device=state.device),
+        torch.zeros(tokens, dtype=torch.bool, device=state.device),
+        {},
+        {},
+    )
+    starts = query_start_loc.tolist()
+    for begin, end, slots, accepted in zip(
+        starts[:-1], starts[1:], state_indices.tolist(), num_accepted_tokens.tolist(), strict=True
+    ):
+        fits = 0 <= begin < end <= tokens and end - begin <= len(slots) and 1 <= accepted <= len(slots)
+        if not fits or slots[0] <= null_index or slots[accepted - 1] <= null_index:
+            continue
+        result.live[begin:end] = True
+        windows = [pool[slots[0], :, accepted - 1 : accepted + 2].unsqueeze(0) for pool in pools]
+        seen = [part[begin:end].T for part in parts]
+        result.conv[slots[0]] = torch.stack(
+            [torch.cat([window[0, :, 1:], new], -1) for window, new in zip(windows, seen, strict=True)]
+        )
+        h = state.detach()[slots[accepted - 1]].to(dtype).unsqueeze(0)
+        for position, token in enumerate(range(begin, end)):
+            now = [part[token : token + 1] for part in parts]
+            mixed = [
+                convolve(window, new, weight, bias, dtype).view(1, heads, width)
+                for window, new, weight, bias in zip(windows, now, weights, biases, strict=True)
+            ]
+            windows = [
+                torch.cat([window[..., 1:], new.unsqueeze(-1)], -1)
+                for window, new in zip(windows, now, strict=True)
+            ]
+            one = slice(token, token + 1)
+            o, h = delta_rule(*mixed, factors[one], betas[one], h, scale)
+            if norm_weight is not None and output_gate is not None:
+                gates = output_gate.detach().reshape(tokens, heads, values)[one]
+                o = gated_norm(o, norm_weight, gates, norm_eps)
+            result.out[token] = o[0]
+            if slots[position] > null_index:
+                result.state[slots[position]] = h[0]
+    return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ class Recipe(NamedTuple):
     ``odd``: odd row strides and bases, a conv state of five columns, pages with a gap, outputs with gaps.
     ``pieces``: three tensors of q, k and v, log decay and activated beta in fp32, as Kimi-Linear has them.
     ``slot_zero``: slot 0 is real and -1 is null. ``strided``: int64 indices out of a wider table.
+    ``columns``: most tokens of a row, for several of which the conv state is as much wider.
     """
 
     layout: str = "SD"
@@ -45,11 +46,12 @@ class Recipe(NamedTuple):
     pieces: bool = False
     slot_zero: bool = False
     strided: bool = False
+    columns: int = 1
 
     @property
     def width(self) -> int:
-        """Columns of the conv state, of which three are used."""
-        return TAPS + 1 if self.odd else TAPS - 1
+        """Columns of the conv state; two more than a row has tokens, or three, are used."""
+        return self.columns + (TAPS if self.odd else TAPS - 2)
 
     @property
     def null_index(self) -> int:
@@ -59,7 +61,7 @@ class Recipe(NamedTuple):
     def __str__(self) -> str:
         words = [self.layout, *(dtype_name(t) for t in dict.fromkeys((self.state, self.activations)))]
         words.append("unbounded" if self.lower_bound is None else f"bound {self.lower_bound:g}")
-        flags = {name: getattr(self, name) for name in self._fields[5:]}
+        flags = {name: getattr(self, name) for name in self._fields[5:-1]}
         words += [name.replace("_", " ") for name, value in flags.items() if value and name != "norm"]
         return " ".join(words + ["no norm"] * (not self.norm)).replace("shared", "shared pages")
 
@@ -201,8 +203,17 @@ def reference(p: Problem, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
     The maths of Kimi Delta Attention (arXiv:2510.26692) in fp64, without rounding in between.
     """
-    heads, slots = p.heads, p.slots(rows)
+    slots = p.slots(rows)
     window = torch.cat([p.conv_state[slots, :, : TAPS - 1], p.x[rows].unsqueeze(-1)], dim=-1)
+    out, h = _step(p, rows, window, p.state[slots].double())
+    return out, window[..., 1:], h
+
+
+def _step(
+    p: Problem, rows: torch.Tensor, window: torch.Tensor, h: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out [R, H, D] and state behind the tokens ``rows``, from their windows [R, 3*H*D, 4] and states."""
+    heads = p.heads
     mixed = (window.double() * p.conv_weight.double().transpose(1, 2).reshape(-1, TAPS)).sum(-1)
     if p.conv_bias is not None:
         mixed = mixed + p.conv_bias
@@ -219,18 +230,24 @@ def reference(p: Problem, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
             log_decay = p.recipe.lower_bound * (rate * shifted).sigmoid()
         beta = beta.sigmoid()
 
-    h = p.state[slots].double() * log_decay.exp().unsqueeze(-2)
+    h = h * log_decay.exp().unsqueeze(-2)
     delta = (v - (h @ k.unsqueeze(-1)).squeeze(-1)) * beta.unsqueeze(-1)
     h += delta.unsqueeze(-1) * k.unsqueeze(-2)
     out = (h @ q.unsqueeze(-1)).squeeze(-1)
     if p.output_gate is not None and p.norm_weight is not None:
         out = out * (out.square().mean(-1, keepdim=True) + EPS).rsqrt() * p.norm_weight
         out = out * p.output_gate[rows].double().sigmoid()
-    return out, window[..., 1:], h
+    return out, h
 
 
 def call(p: Problem, out: torch.Tensor) -> torch.Tensor:
     """Run the op on ``p``, into ``out`` of [B, H, D] or [1, B, H, D]."""
+    arguments, options = _arguments(p)
+    return kda_decode.kda_decode(*[*arguments, p.indices], **options, out=out)
+
+
+def _arguments(p: Problem) -> tuple[list[Any], dict[str, Any]]:
+    """What the ops have in common: arguments up to the state, and options."""
     recipe, channels = p.recipe, p.heads * DIM
     x: kda_decode.Tensors = p.x
     weight: kda_decode.Tensors = p.conv_weight
@@ -240,7 +257,7 @@ def call(p: Problem, out: torch.Tensor) -> torch.Tensor:
         x, conv_state = p.x.split(channels, 1), p.conv_state.split(channels, 1)
         weight = p.conv_weight.transpose(1, 2).unsqueeze(2).contiguous().unbind(0)
         bias = None if p.conv_bias is None else p.conv_bias.split(channels)
-    return kda_decode.kda_decode(
+    arguments = [
         x,
         weight,
         conv_state,
@@ -249,14 +266,107 @@ def call(p: Problem, out: torch.Tensor) -> torch.Tensor:
         None if recipe.pieces else p.a_log,
         None if recipe.pieces else p.dt_bias,
         p.state,
-        p.indices,
-        conv_bias=bias,
-        lower_bound=None if recipe.pieces else recipe.lower_bound,
-        output_gate=p.output_gate,
-        norm_weight=p.norm_weight,
-        norm_eps=EPS,
-        null_index=recipe.null_index,
-        gate_is_log_decay=recipe.pieces,
-        beta_is_sigmoid=recipe.pieces,
-        out=out,
+    ]
+    options = {
+        "conv_bias": bias,
+        "lower_bound": None if recipe.pieces else recipe.lower_bound,
+        "output_gate": p.output_gate,
+        "norm_weight": p.norm_weight,
+        "norm_eps": EPS,
+        "null_index": recipe.null_index,
+        "gate_is_log_decay": recipe.pieces,
+        "beta_is_sigmoid": recipe.pieces,
+    }
+    return arguments, options
+
+
+class SpecProblem(NamedTuple):
+    """A call of several tokens a row: ``tokens`` has one slot for every token that rows may have."""
+
+    tokens: Problem
+    starts: torch.Tensor
+    accepted: torch.Tensor
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """[N, S], a view."""
+        flat = self.tokens.indices
+        flat = flat[:, 0] if flat.dim() == 2 else flat
+        table: torch.Tensor = flat.unflatten(0, (-1, self.tokens.recipe.columns))
+        return table
+
+    def live(self) -> torch.Tensor:
+        """Numbers of the rows that have tokens and slots to start from."""
+        indices, null = self.indices.long(), self.tokens.recipe.null_index
+        first = indices.gather(1, self.accepted.long().unsqueeze(1) - 1)[:, 0]
+        return ((self.starts.diff() > 0) & (indices[:, 0] > null) & (first > null)).nonzero()[:, 0]
+
+
+def spec_problems(
+    recipe: Recipe, heads: int, rows: int, draw: Draw, count: int, *, full: bool
+) -> Iterator[SpecProblem]:
+    """Make ``count`` calls of ``rows`` rows of up to ``recipe.columns`` tokens, or of so many if ``full``."""
+    columns = recipe.columns
+
+    def numbers(least: int) -> torch.Tensor:
+        uniform = draw((rows,), FP32).mul(0.7).erf().add(1).mul(0.5)
+        return (least + uniform * (columns + 1 - least)).int().clamp(least, columns)
+
+    for tokens in problems(recipe, heads, rows * columns, draw, count):
+        lengths = numbers(0)
+        lengths = torch.full_like(lengths, columns) if full else lengths
+        starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0).int()])
+        yield SpecProblem(tokens, starts, numbers(1))
+
+
+class SpecResult(NamedTuple):
+    """What the op has to leave for some of the live rows."""
+
+    tokens: torch.Tensor
+    """Their tokens."""
+    out: torch.Tensor
+    """``[tokens, H, D]``."""
+    conv_slots: torch.Tensor
+    """Slots of their conv states."""
+    conv: torch.Tensor
+    """``[rows, 3*H*D, W]``."""
+    slots: torch.Tensor
+    """Slots that take states."""
+    state: torch.Tensor
+    """``[slots, H, V, K]``."""
+
+
+def spec_reference(s: SpecProblem, rows: torch.Tensor) -> SpecResult:
+    """Token by token, as ``reference``."""
+    p = s.tokens
+    indices, columns = s.indices.long()[rows], p.recipe.columns
+    begin, accepted = s.starts[rows].long(), s.accepted[rows].long()
+    lengths = s.starts.diff()[rows]
+    conv = p.conv_state[indices[:, 0]].clone()
+    taps = accepted.view(-1, 1, 1) - 1 + torch.arange(TAPS - 1, device=conv.device)
+    window = conv.gather(2, taps.expand(-1, conv.shape[1], -1))
+    conv[..., : TAPS - 2] = window[..., 1:]
+    h = p.state[indices.gather(1, accepted.unsqueeze(1) - 1)[:, 0]].double()
+    tokens, outs, slots, states = [], [], [], []
+    for step in range(columns):
+        going = (lengths > step).nonzero()[:, 0]
+        token = begin[going] + step
+        seen = torch.cat([window[going], p.x[token].unsqueeze(-1)], dim=-1)
+        window[going] = seen[..., 1:]
+        conv[going, :, TAPS - 2 + step] = p.x[token]
+        out, h[going] = _step(p, token, seen, h[going])
+        kept = (indices[going, step] > p.recipe.null_index).nonzero()[:, 0]
+        tokens.append(token)
+        outs.append(out)
+        slots.append(indices[going, step][kept])
+        states.append(h[going][kept])
+    return SpecResult(
+        torch.cat(tokens), torch.cat(outs), indices[:, 0], conv, torch.cat(slots), torch.cat(states)
     )
+
+
+def call_spec(s: SpecProblem, out: torch.Tensor) -> torch.Tensor:
+    """Run the op on ``s``, into ``out`` of [T, H, D]."""
+    arguments, options = _arguments(s.tokens)
+    arguments += [s.indices, s.starts, s.accepted]
+    return kda_decode.kda_decode_spec(*arguments, **options, out=out)

@@ -2,7 +2,7 @@
 
 use std::ptr;
 
-use super::{DECODE, DIM, Gate, Plan, row_stride};
+use super::{DIM, Gate, Plan, row_stride};
 use crate::cuda::launch::{FastDiv, Launch, Params, Stream, launch};
 use crate::cuda::module::Kernel;
 use crate::error::{Error, Result};
@@ -19,23 +19,38 @@ struct Variant {
 }
 
 macro_rules! variants {
-    ($($name:ident, $kernel:ident = $symbol:literal, $blocks:literal blocks, $threads:literal threads, $staged:literal staged;)*) => {
+    ($kernels:ident: $($name:ident, $kernel:ident = $symbol:literal, $blocks:literal blocks, $threads:literal threads, $staged:literal staged;)*) => {
         $(
             static $kernel: Kernel = Kernel::new("kda_decode", $symbol).with_shared($staged);
             static $name: Variant = Variant { kernel: &$kernel, blocks: $blocks, threads: $threads, staged: $staged };
         )*
-        pub const KERNELS: &[&Kernel] = &[$(&$kernel),*];
+        pub const $kernels: &[&Kernel] = &[$(&$kernel),*];
     };
 }
 
 variants! {
+    KERNELS:
     F32_QUARTER, K_F32_QUARTER = c"kda_decode_f32_quarter", 4 blocks, 128 threads, 0 staged;
     F32_HALF, K_F32_HALF = c"kda_decode_f32_half", 2 blocks, 128 threads, 32768 staged;
     F32_STEPPED, K_F32_STEPPED = c"kda_decode_f32_stepped", 1 blocks, 256 threads, 0 staged;
+    F32_NARROW, K_F32_NARROW = c"kda_decode_f32_narrow", 1 blocks, 128 threads, 0 staged;
     BF16_HALF, K_BF16_HALF = c"kda_decode_bf16_half", 2 blocks, 128 threads, 16384 staged;
-    BF16_STAGED, K_BF16_STAGED = c"kda_decode_bf16_staged", 1 blocks, 256 threads, 32768 staged;
+    BF16_NARROW, K_BF16_NARROW = c"kda_decode_bf16_narrow", 1 blocks, 128 threads, 32768 staged;
     FP16_HALF, K_FP16_HALF = c"kda_decode_fp16_half", 2 blocks, 128 threads, 16384 staged;
-    FP16_STAGED, K_FP16_STAGED = c"kda_decode_fp16_staged", 1 blocks, 256 threads, 32768 staged;
+    FP16_NARROW, K_FP16_NARROW = c"kda_decode_fp16_narrow", 1 blocks, 128 threads, 32768 staged;
+}
+
+variants! {
+    SPEC_KERNELS:
+    SPEC_F32_QUARTER, K_SPEC_F32_QUARTER = c"kda_decode_spec_f32_quarter", 4 blocks, 128 threads, 0 staged;
+    SPEC_F32_HALF, K_SPEC_F32_HALF = c"kda_decode_spec_f32_half", 2 blocks, 128 threads, 0 staged;
+    SPEC_F32_NARROW, K_SPEC_F32_NARROW = c"kda_decode_spec_f32_narrow", 1 blocks, 128 threads, 0 staged;
+    SPEC_BF16_QUARTER, K_SPEC_BF16_QUARTER = c"kda_decode_spec_bf16_quarter", 4 blocks, 128 threads, 0 staged;
+    SPEC_BF16_HALF, K_SPEC_BF16_HALF = c"kda_decode_spec_bf16_half", 2 blocks, 128 threads, 0 staged;
+    SPEC_BF16_NARROW, K_SPEC_BF16_NARROW = c"kda_decode_spec_bf16_narrow", 1 blocks, 128 threads, 0 staged;
+    SPEC_FP16_QUARTER, K_SPEC_FP16_QUARTER = c"kda_decode_spec_fp16_quarter", 4 blocks, 128 threads, 0 staged;
+    SPEC_FP16_HALF, K_SPEC_FP16_HALF = c"kda_decode_spec_fp16_half", 2 blocks, 128 threads, 0 staged;
+    SPEC_FP16_NARROW, K_SPEC_FP16_NARROW = c"kda_decode_spec_fp16_narrow", 1 blocks, 128 threads, 0 staged;
 }
 
 /// Twin of `KdaParams` in the kernels' file. Strides in elements.
@@ -88,6 +103,29 @@ unsafe impl Params for KdaParams {}
 // Also asserted beside the twin.
 const _: () = assert!(size_of::<KdaParams>() == 360);
 
+/// Twin of `KdaSpecParams` in the kernels' file. Rows of `one` are tokens.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SpecParams {
+    one: KdaParams,
+    query_start: *const u8,
+    accepted: *const u8,
+    query_stride: i64,
+    accepted_stride: i64,
+    index_column: i64,
+    rows: u32,
+    tokens: u32,
+    columns: u32,
+    wide_query: u32,
+    wide_accepted: u32,
+}
+
+// SAFETY: as KdaParams, which it holds first.
+unsafe impl Params for SpecParams {}
+
+// Also asserted beside the twin.
+const _: () = assert!(size_of::<SpecParams>() == 424);
+
 fn dtype_code(dtype: DType) -> u32 {
     match dtype {
         DType::BF16 => 0,
@@ -101,20 +139,38 @@ fn dtype_code(dtype: DType) -> u32 {
 fn variant(state: DType, heads: u64) -> &'static Variant {
     match (state, heads) {
         (DType::F32, ..=36) => &F32_QUARTER,
-        (DType::F32, ..=288) => &F32_HALF,
-        (DType::F32, _) => &F32_STEPPED,
-        (DType::BF16, ..=384) => &BF16_HALF,
-        (DType::BF16, _) => &BF16_STAGED,
-        (_, ..=384) => &FP16_HALF,
-        (..) => &FP16_STAGED,
+        (DType::F32, ..=224) => &F32_HALF,
+        (DType::F32, ..=320) => &F32_STEPPED,
+        (DType::F32, _) => &F32_NARROW,
+        (DType::BF16, ..=224) => &BF16_HALF,
+        (DType::BF16, _) => &BF16_NARROW,
+        (_, ..=224) => &FP16_HALF,
+        (..) => &FP16_NARROW,
     }
 }
 
-pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
+fn spec_variant(state: DType, heads: u64) -> &'static Variant {
+    match (state, heads) {
+        (DType::F32, ..=36) => &SPEC_F32_QUARTER,
+        (DType::F32, ..=224) => &SPEC_F32_HALF,
+        (DType::F32, _) => &SPEC_F32_NARROW,
+        (DType::BF16, ..=36) => &SPEC_BF16_QUARTER,
+        (DType::BF16, ..=224) => &SPEC_BF16_HALF,
+        (DType::BF16, _) => &SPEC_BF16_NARROW,
+        (_, ..=36) => &SPEC_FP16_QUARTER,
+        (_, ..=224) => &SPEC_FP16_HALF,
+        (..) => &SPEC_FP16_NARROW,
+    }
+}
+
+pub fn run(plan: &Plan<'_>, op: &'static str, index: i32, stream: Stream) -> Result<()> {
     let heads = plan.rows as u64 * plan.heads as u64;
-    if heads >= 1 << 31 {
-        let reason = format!("{} rows of {} heads are more than a launch holds", plan.rows, plan.heads);
-        return Err(Error::Unsupported { op: DECODE.name, reason });
+    if heads >= 1 << 31 || plan.tokens >= 1 << 31 {
+        let reason = format!(
+            "{} rows of {} heads with {} tokens are more than a launch holds",
+            plan.rows, plan.heads, plan.tokens
+        );
+        return Err(Error::Unsupported { op, reason });
     }
     let conv = &plan.conv;
     let pointer =
@@ -160,7 +216,8 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         beta_is_sigmoid: plan.beta_is_sigmoid.into(),
         wide_indices: (plan.indices.dtype == DType::I64).into(),
     };
-    let variant = variant(plan.state.dtype, heads);
+    let choose = if plan.spec.is_some() { spec_variant } else { variant };
+    let variant = choose(plan.state.dtype, heads);
     let shape = Launch {
         grid: heads * u64::from(variant.blocks),
         block: variant.threads,
@@ -168,5 +225,21 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         cluster: variant.blocks,
     };
     debug_assert_eq!(DIM % i64::from(variant.blocks), 0);
-    launch(DECODE.name, variant.kernel, index, stream, shape, &params)
+    let Some(spec) = &plan.spec else {
+        return launch(op, variant.kernel, index, stream, shape, &params);
+    };
+    let params = SpecParams {
+        one: params,
+        query_start: spec.starts.data,
+        accepted: spec.accepted.data,
+        query_stride: spec.starts.stride(0),
+        accepted_stride: spec.accepted.stride(0),
+        index_column: plan.indices.stride(1),
+        rows: plan.rows as u32,
+        tokens: plan.tokens as u32,
+        columns: spec.columns as u32,
+        wide_query: (spec.starts.dtype == DType::I64).into(),
+        wide_accepted: (spec.accepted.dtype == DType::I64).into(),
+    };
+    launch(op, variant.kernel, index, stream, shape, &params)
 }

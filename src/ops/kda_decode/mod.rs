@@ -1,4 +1,5 @@
-//! `kda_decode`: one token a row of Kimi Delta Attention, in place on the convolution and recurrent states.
+//! `kda_decode` and `kda_decode_spec`: one or several tokens a row of Kimi Delta Attention, in place on the convolution and
+//! recurrent states.
 //!
 //! This file checks the arguments and makes the [`Plan`] that `cpu.rs` and `cuda.rs` carry out.
 
@@ -14,10 +15,13 @@ use crate::error::{Error, Result};
 use crate::tensor::{DType, Device, Tensor};
 
 pub const DECODE: Op = Op { name: "kda_decode", stem: "kda_decode", kernels: cuda::KERNELS };
+pub const SPEC: Op = Op { name: "kda_decode_spec", stem: "kda_decode", kernels: cuda::SPEC_KERNELS };
 
 /// Of K and of V.
 const DIM: i64 = 128;
 const TAPS: i64 = 4;
+/// Most tokens of a row of `kda_decode_spec`.
+const MAX_TOKENS: i64 = 8;
 /// Columns of the convolution state that a token reads and moves.
 const STATE_TAPS: i64 = TAPS - 1;
 /// Alignment in bytes of caches and of the distance between their slots.
@@ -59,7 +63,11 @@ enum Gate {
 /// Checked arguments.
 struct Plan<'a> {
     rows: i64,
+    /// Rows of x, gates, beta and out.
+    tokens: i64,
     heads: i64,
+    /// None: every row is one token.
+    spec: Option<Spec<'a>>,
     conv: Conv,
     gate: &'a Tensor,
     gate_kind: Gate,
@@ -78,6 +86,14 @@ struct Plan<'a> {
 // SAFETY: the pointers are those of tensors that the caller keeps alive for the call.
 unsafe impl Sync for Plan<'_> {}
 
+/// Rows of several tokens.
+struct Spec<'a> {
+    starts: &'a Tensor,
+    accepted: &'a Tensor,
+    /// Of the indices: most tokens of a row.
+    columns: i64,
+}
+
 struct Norm<'a> {
     output_gate: &'a Tensor,
     weight: &'a Tensor,
@@ -93,12 +109,13 @@ struct Parts {
 impl Parts {
     fn read<'py>(
         arguments: &mut Arguments<'py>,
+        op: &'static str,
         name: &'static str,
         object: &Bound<'py, PyAny>,
     ) -> Result<Self> {
         let mut parts = Self { tensors: [const { Tensor::unset("", "") }; 3], count: 1 };
         for tensor in &mut parts.tensors {
-            *tensor = Tensor::unset(DECODE.name, name);
+            *tensor = Tensor::unset(op, name);
         }
         if !object.is_instance_of::<PyList>() && !object.is_instance_of::<PyTuple>() {
             arguments.read(object, &mut parts.tensors[0])?;
@@ -107,7 +124,7 @@ impl Parts {
         let items: Vec<Bound<'py, PyAny>> = object.try_iter()?.collect::<PyResult<_>>()?;
         if items.len() != 3 {
             return Err(Error::Value {
-                op: DECODE.name,
+                op,
                 argument: name,
                 expected: "one tensor, or three of q, k and v".into(),
                 got: format!("{} tensors", items.len()),
@@ -187,8 +204,9 @@ impl Conv {
         weight: &Parts,
         bias: Option<&Parts>,
         state: &Parts,
-        rows: i64,
+        tokens: i64,
         heads: i64,
+        columns: i64,
     ) -> Result<Self> {
         let channels = heads * DIM;
         let x_dtype = x.first().dtype;
@@ -198,7 +216,7 @@ impl Conv {
                 return Err(tensor.type_error(format!("dtype {x_dtype} (that of q)")));
             }
             let width = if x.count == 3 { channels } else { 3 * channels };
-            tensor.expect_shape(&[rows, width], "rows of state_indices, channels of q, k and v")?;
+            tensor.expect_shape(&[tokens, width], "tokens, channels of q, k and v")?;
             tensor.expect_last_stride_1()?;
             tensor.expect_aligned(x_dtype.size())?;
         }
@@ -237,12 +255,11 @@ impl Conv {
                 return Err(tensor.type_error(format!("dtype {x_dtype} (that of x)")));
             }
             tensor.expect_rank(&["slots", "channels", "columns"])?;
-            let (slots, columns) = (tensor.shape()[0], tensor.shape()[2]);
             let width = if state.count == 3 { channels } else { 3 * channels };
-            if tensor.shape()[1] != width || columns < STATE_TAPS {
-                return Err(tensor.value_error(format!("shape [slots, {width}, {STATE_TAPS} or more]")));
+            if tensor.shape()[1] != width || tensor.shape()[2] < columns {
+                return Err(tensor.value_error(format!("shape [slots, {width}, {columns} or more]")));
             }
-            if slots > 0 && (tensor.stride(1), tensor.stride(2)) != (state_channel, state_tap) {
+            if tensor.shape()[0] > 0 && (tensor.stride(1), tensor.stride(2)) != (state_channel, state_tap) {
                 return Err(tensor.value_error("the channel and column strides of q's"));
             }
             check_cache(tensor)?;
@@ -274,6 +291,36 @@ struct Options {
     beta_is_sigmoid: bool,
 }
 
+impl Options {
+    fn gate_kind(&self) -> Gate {
+        match self.lower_bound {
+            _ if self.gate_is_log_decay => Gate::Log,
+            Some(bound) => Gate::Bounded(bound as f32),
+            None => Gate::Unbounded,
+        }
+    }
+}
+
+/// The tensors as Python hands them over.
+struct Objects<'a, 'py> {
+    x: &'a Bound<'py, PyAny>,
+    conv_weight: &'a Bound<'py, PyAny>,
+    conv_state: &'a Bound<'py, PyAny>,
+    raw_gate: &'a Bound<'py, PyAny>,
+    raw_beta: &'a Bound<'py, PyAny>,
+    a_log: Option<&'a Bound<'py, PyAny>>,
+    dt_bias: Option<&'a Bound<'py, PyAny>>,
+    state: &'a Bound<'py, PyAny>,
+    state_indices: &'a Bound<'py, PyAny>,
+    /// `query_start_loc` and `num_accepted_tokens` of `kda_decode_spec`.
+    spec: Option<[&'a Bound<'py, PyAny>; 2]>,
+    conv_bias: Option<&'a Bound<'py, PyAny>>,
+    output_gate: Option<&'a Bound<'py, PyAny>>,
+    norm_weight: Option<&'a Bound<'py, PyAny>>,
+    out: Option<&'a Bound<'py, PyAny>>,
+    allocate: &'a Bound<'py, PyAny>,
+}
+
 #[pyfunction]
 #[pyo3(signature = (x, conv_weight, conv_state, raw_gate, raw_beta, a_log, dt_bias, state, state_indices, conv_bias,
     lower_bound, output_gate, norm_weight, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid, out,
@@ -301,71 +348,152 @@ pub fn kda_decode<'py>(
     out: Option<&Bound<'py, PyAny>>,
     allocate: &Bound<'py, PyAny>,
 ) -> Result<Bound<'py, PyAny>> {
-    let op = DECODE.name;
     let options = Options { lower_bound, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid };
+    let objects = Objects {
+        x,
+        conv_weight,
+        conv_state,
+        raw_gate,
+        raw_beta,
+        a_log,
+        dt_bias,
+        state,
+        state_indices,
+        spec: None,
+        conv_bias,
+        output_gate,
+        norm_weight,
+        out,
+        allocate,
+    };
+    run(py, DECODE.name, &objects, &options)
+}
+
+#[pyfunction]
+#[pyo3(signature = (x, conv_weight, conv_state, raw_gate, raw_beta, a_log, dt_bias, state, state_indices,
+    query_start_loc, num_accepted_tokens, conv_bias, lower_bound, output_gate, norm_weight, norm_eps, scale, null_index,
+    gate_is_log_decay, beta_is_sigmoid, out, allocate, /))]
+pub fn kda_decode_spec<'py>(
+    py: Python<'py>,
+    x: &Bound<'py, PyAny>,
+    conv_weight: &Bound<'py, PyAny>,
+    conv_state: &Bound<'py, PyAny>,
+    raw_gate: &Bound<'py, PyAny>,
+    raw_beta: &Bound<'py, PyAny>,
+    a_log: Option<&Bound<'py, PyAny>>,
+    dt_bias: Option<&Bound<'py, PyAny>>,
+    state: &Bound<'py, PyAny>,
+    state_indices: &Bound<'py, PyAny>,
+    query_start_loc: &Bound<'py, PyAny>,
+    num_accepted_tokens: &Bound<'py, PyAny>,
+    conv_bias: Option<&Bound<'py, PyAny>>,
+    lower_bound: Option<f64>,
+    output_gate: Option<&Bound<'py, PyAny>>,
+    norm_weight: Option<&Bound<'py, PyAny>>,
+    norm_eps: f64,
+    scale: Option<f64>,
+    null_index: i64,
+    gate_is_log_decay: bool,
+    beta_is_sigmoid: bool,
+    out: Option<&Bound<'py, PyAny>>,
+    allocate: &Bound<'py, PyAny>,
+) -> Result<Bound<'py, PyAny>> {
+    let options = Options { lower_bound, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid };
+    let objects = Objects {
+        x,
+        conv_weight,
+        conv_state,
+        raw_gate,
+        raw_beta,
+        a_log,
+        dt_bias,
+        state,
+        state_indices,
+        spec: Some([query_start_loc, num_accepted_tokens]),
+        conv_bias,
+        output_gate,
+        norm_weight,
+        out,
+        allocate,
+    };
+    run(py, SPEC.name, &objects, &options)
+}
+
+/// Checks the arguments and carries out the call.
+fn run<'py>(
+    py: Python<'py>,
+    op: &'static str,
+    objects: &Objects<'_, 'py>,
+    options: &Options,
+) -> Result<Bound<'py, PyAny>> {
     let mut arguments = Arguments::new(py);
     let mut pool = Tensor::unset(op, "state");
-    arguments.read(state, &mut pool)?;
+    arguments.read(objects.state, &mut pool)?;
     let mut indices = Tensor::unset(op, "state_indices");
-    arguments.read(state_indices, &mut indices)?;
-    let (rows, heads) = check_state(&pool, &indices)?;
+    arguments.read(objects.state_indices, &mut indices)?;
+    let heads = check_state(&pool)?;
+    let (rows, columns) = check_indices(&indices, objects.spec.is_some())?;
 
-    let x = Parts::read(&mut arguments, "x", x)?;
-    let weight = Parts::read(&mut arguments, "conv_weight", conv_weight)?;
-    let conv_pool = Parts::read(&mut arguments, "conv_state", conv_state)?;
-    let bias = conv_bias.map(|bias| Parts::read(&mut arguments, "conv_bias", bias)).transpose()?;
-    let conv = Conv::check(&x, &weight, bias.as_ref(), &conv_pool, rows, heads)?;
+    let x = Parts::read(&mut arguments, op, "x", objects.x)?;
+    let weight = Parts::read(&mut arguments, op, "conv_weight", objects.conv_weight)?;
+    let conv_pool = Parts::read(&mut arguments, op, "conv_state", objects.conv_state)?;
+    let bias = objects.conv_bias;
+    let bias = bias.map(|bias| Parts::read(&mut arguments, op, "conv_bias", bias)).transpose()?;
+
+    let (mut starts, mut accepted) =
+        (Tensor::unset(op, "query_start_loc"), Tensor::unset(op, "num_accepted_tokens"));
+    let spec = objects.spec.map(|counts| {
+        read_counts(&mut arguments, counts, [&mut starts, &mut accepted], rows).map(|()| Spec {
+            starts: &starts,
+            accepted: &accepted,
+            columns,
+        })
+    });
+    let spec = spec.transpose()?;
+    let tokens = if spec.is_some() { x.first().shape().first().copied().unwrap_or(0) } else { rows };
+    if rows == 0 && tokens > 0 {
+        return Err(x.first().value_error("no tokens, as state_indices has no rows"));
+    }
+    let conv = Conv::check(&x, &weight, bias.as_ref(), &conv_pool, tokens, heads, STATE_TAPS + columns - 1)?;
     let activation = conv.x_dtype;
 
     let mut gate = Tensor::unset(op, "raw_gate");
-    arguments.read(raw_gate, &mut gate)?;
+    arguments.read(objects.raw_gate, &mut gate)?;
     gate.expect_dtype(&[activation, DType::F32])?;
-    check_rows(&gate, &[rows, heads, DIM], "rows, heads and dimension")?;
+    check_rows(&gate, &[tokens, heads, DIM], "tokens, heads and dimension")?;
     let mut beta = Tensor::unset(op, "raw_beta");
-    arguments.read(raw_beta, &mut beta)?;
+    arguments.read(objects.raw_beta, &mut beta)?;
     beta.expect_dtype(&[activation, DType::F32])?;
-    check_rows(&beta, &[rows, heads], "rows and heads")?;
+    check_rows(&beta, &[tokens, heads], "tokens and heads")?;
 
     let (mut rate, mut offset) = (Tensor::unset(op, "a_log"), Tensor::unset(op, "dt_bias"));
-    let rate = read_gate_vector(&mut arguments, a_log, &mut rate, heads, &options)?;
-    let offset = read_gate_vector(&mut arguments, dt_bias, &mut offset, heads * DIM, &options)?;
+    let rate = read_gate_vector(&mut arguments, objects.a_log, &mut rate, heads, options)?;
+    let offset = read_gate_vector(&mut arguments, objects.dt_bias, &mut offset, heads * DIM, options)?;
 
     let (mut final_gate, mut final_weight) =
         (Tensor::unset(op, "output_gate"), Tensor::unset(op, "norm_weight"));
-    let norm = match (output_gate, norm_weight) {
-        (None, None) => None,
-        (Some(gate), Some(weight)) => {
-            arguments.read(gate, &mut final_gate)?;
-            final_gate.expect_dtype(&[activation])?;
-            check_rows(&final_gate, &[rows, heads, DIM], "rows, heads and dimension")?;
-            arguments.read(weight, &mut final_weight)?;
-            check_vector(&final_weight, DIM, "dimension", &[DType::F32])?;
-            Some(Norm { output_gate: &final_gate, weight: &final_weight, eps: options.norm_eps as f32 })
-        }
-        (gate, _) => {
-            let (argument, other) =
-                if gate.is_some() { ("norm_weight", "output_gate") } else { ("output_gate", "norm_weight") };
-            return Err(Error::Value {
-                op,
-                argument,
-                expected: format!("a tensor, as {other} is given"),
-                got: "None".into(),
-            });
-        }
-    };
+    let norm = read_norm(
+        &mut arguments,
+        objects,
+        [&mut final_gate, &mut final_weight],
+        &[tokens, heads, DIM],
+        activation,
+        options,
+    )?;
 
-    let object = output(out, allocate, pool.device, &[rows, heads, DIM], activation)?;
+    let object = output(objects.out, objects.allocate, pool.device, &[tokens, heads, DIM], activation)?;
     let mut stored = Tensor::unset(op, "out");
     arguments.read(&object, &mut stored)?;
     stored.expect_dtype(&[activation])?;
-    check_rows(&stored, &[rows, heads, DIM], "rows, heads and dimension")?;
-    if rows > 1 && row_stride(&stored, 3).abs() < heads * DIM {
+    check_rows(&stored, &[tokens, heads, DIM], "tokens, heads and dimension")?;
+    if tokens > 1 && row_stride(&stored, 3).abs() < heads * DIM {
         return Err(stored.value_error("rows apart from each other"));
     }
     stored.expect_writable()?;
 
     let inputs = [&indices, &gate, &beta].into_iter().chain(rate).chain(offset);
     let inputs = inputs.chain(norm.iter().flat_map(|norm| [norm.output_gate, norm.weight]));
+    let inputs = inputs.chain(spec.iter().flat_map(|spec| [spec.starts, spec.accepted]));
     let inputs = inputs.chain(x.given()).chain(weight.given()).chain(conv_pool.given());
     for tensor in inputs.chain(bias.iter().flat_map(Parts::given)).chain([&pool]) {
         tensor.expect_device(pool.device, "state")?;
@@ -374,17 +502,14 @@ pub fn kda_decode<'py>(
     stored.expect_device(pool.device, "state")?;
 
     if rows > 0 {
-        let gate_kind = match options.lower_bound {
-            _ if options.gate_is_log_decay => Gate::Log,
-            Some(bound) => Gate::Bounded(bound as f32),
-            None => Gate::Unbounded,
-        };
         let plan = Plan {
             rows,
+            tokens,
             heads,
+            spec,
             conv,
             gate: &gate,
-            gate_kind,
+            gate_kind: options.gate_kind(),
             beta: &beta,
             beta_is_sigmoid: options.beta_is_sigmoid,
             a_log: rate,
@@ -400,7 +525,7 @@ pub fn kda_decode<'py>(
             Device::Cpu => py.detach(|| cpu::run(&plan)),
             Device::Cuda(index) => {
                 let stream = arguments.current_stream(index)?;
-                py.detach(|| cuda::run(&plan, index, stream))?;
+                py.detach(|| cuda::run(&plan, op, index, stream))?;
             }
             Device::Other(_) => unreachable!("check_state refuses it"),
         }
@@ -413,8 +538,8 @@ fn row_stride(tensor: &Tensor, rank: usize) -> i64 {
     tensor.stride(tensor.shape().len() - rank)
 }
 
-/// Checks the recurrent state and its indices. Returns rows and heads.
-fn check_state(state: &Tensor, indices: &Tensor) -> Result<(i64, i64)> {
+/// Checks the recurrent state. Returns the heads.
+fn check_state(state: &Tensor) -> Result<i64> {
     state.expect_dtype(&[DType::F32, DType::BF16, DType::F16])?;
     state.expect_rank(&["slots", "heads", "V", "K"])?;
     let heads = state.shape()[1];
@@ -428,11 +553,66 @@ fn check_state(state: &Tensor, indices: &Tensor) -> Result<(i64, i64)> {
         return Err(state.value_error("contiguous slots (dimensions behind the first)"));
     }
     check_cache(state)?;
+    Ok(heads)
+}
+
+/// Returns the rows and the most tokens of one.
+fn check_indices(indices: &Tensor, spec: bool) -> Result<(i64, i64)> {
     indices.expect_dtype(&[DType::I32, DType::I64])?;
     indices.expect_aligned(indices.dtype.size())?;
     match *indices.shape() {
-        [rows] | [rows, 1] => Ok((rows, heads)),
+        [rows, columns @ 1..=MAX_TOKENS] if spec => Ok((rows, columns)),
+        _ if spec => Err(indices.value_error(format!("shape [rows, 1 to {MAX_TOKENS} tokens]"))),
+        [rows] | [rows, 1] => Ok((rows, 1)),
         _ => Err(indices.value_error("shape [rows] or [rows, 1]")),
+    }
+}
+
+/// `query_start_loc` and `num_accepted_tokens`.
+fn read_counts<'py>(
+    arguments: &mut Arguments<'py>,
+    objects: [&Bound<'py, PyAny>; 2],
+    counts: [&mut Tensor; 2],
+    rows: i64,
+) -> Result<()> {
+    for ((object, tensor), elements) in objects.into_iter().zip(counts).zip([rows + 1, rows]) {
+        arguments.read(object, tensor)?;
+        tensor.expect_dtype(&[DType::I32, DType::I64])?;
+        tensor.expect_aligned(tensor.dtype.size())?;
+        tensor.expect_shape(&[elements], &format!("for {rows} rows of state_indices"))?;
+    }
+    Ok(())
+}
+
+/// `output_gate` and `norm_weight`: both or neither.
+fn read_norm<'a, 'py>(
+    arguments: &mut Arguments<'py>,
+    objects: &Objects<'_, 'py>,
+    [final_gate, final_weight]: [&'a mut Tensor; 2],
+    shape: &[i64],
+    activation: DType,
+    options: &Options,
+) -> Result<Option<Norm<'a>>> {
+    match (objects.output_gate, objects.norm_weight) {
+        (None, None) => Ok(None),
+        (Some(gate), Some(weight)) => {
+            arguments.read(gate, final_gate)?;
+            final_gate.expect_dtype(&[activation])?;
+            check_rows(final_gate, shape, "tokens, heads and dimension")?;
+            arguments.read(weight, final_weight)?;
+            check_vector(final_weight, DIM, "dimension", &[DType::F32])?;
+            Ok(Some(Norm { output_gate: final_gate, weight: final_weight, eps: options.norm_eps as f32 }))
+        }
+        (gate, _) => {
+            let (argument, other) =
+                if gate.is_some() { ("norm_weight", "output_gate") } else { ("output_gate", "norm_weight") };
+            Err(Error::Value {
+                op: final_gate.op,
+                argument,
+                expected: format!("a tensor, as {other} is given"),
+                got: "None".into(),
+            })
+        }
     }
 }
 

@@ -18,11 +18,15 @@ from vllm_hotpath.bench.kda_calls import (
     TAPS,
     Problem,
     Recipe,
+    SpecProblem,
     call,
+    call_spec,
     conv_bytes,
     dtype_name,
     problems,
     reference,
+    spec_problems,
+    spec_reference,
     state_bytes,
 )
 from vllm_hotpath.bench.numerics import Guarded, Tolerance
@@ -38,6 +42,7 @@ _PEER_HEADS = (12, 24, 48, 96)
 # Rows by heads of the full table: the heads of a Kimi-K3 rank of eight in detail.
 _BENCH_ROWS = {12: (1, 2, 4, 8, 16, 32, 64, 128, 256)}
 _OTHER_ROWS = (1, 8, 64, 256)
+_SPEC_ROWS = (1, 4, 8, 16, 32, 64)
 _QUICK_ROWS, _QUICK_VARIANT_ROWS = (1, 8, 64), (64,)
 _HALF_NULL_ROWS = (64, 256)
 _BF16_ROWS = {12: (32, 64, 128, 256), 96: (64,)}
@@ -115,7 +120,53 @@ def _verify(recipe: Recipe, heads: int, rows: int) -> Callable[[torch.Generator,
     return run
 
 
+def _verify_spec(
+    recipe: Recipe, heads: int, rows: int
+) -> Callable[[torch.Generator, torch.device], list[Output]]:
+    def run(generator: torch.Generator, device: torch.device) -> list[Output]:
+        def draw(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        (s,) = spec_problems(recipe, heads, rows, draw, 1, full=False)
+        p, before = s.tokens, tuple(pages.clone() for pages in s.tokens.pages)
+        want = spec_reference(s, s.live())
+        tokens = p.x.shape[0]
+        row = heads * DIM + 5 * recipe.odd
+        stored = Guarded((tokens, row), recipe.activations, device)
+        out = stored.tensor[:, : heads * DIM].unflatten(1, (heads, DIM))
+        gaps = stored.tensor[:, heads * DIM :].clone()
+        call_spec(s, out)
+        rest = torch.ones(tokens, dtype=torch.bool, device=device)
+        rest[want.tokens] = False
+        conv, state = p.conv_state[want.conv_slots], p.state[want.slots]
+        # With what the live rows own taken over, the pools have to be as they were.
+        p.conv_state_of(before)[want.conv_slots] = conv
+        p.state_of(before)[want.slots] = state
+        return [
+            Output("out", out[want.tokens], want.out, OUT_TOLERANCE),
+            Output("out of other tokens", out[rest], torch.zeros_like(out[rest])),
+            Output("conv state", conv, want.conv),
+            Output("state", state, want.state, state_tolerance(recipe.state)),
+            *(
+                Output("cache bytes beside the live slots", *pair)
+                for pair in zip(p.pages, before, strict=True)
+            ),
+            Output("bytes between tokens of out", stored.tensor[:, heads * DIM :], gaps),
+            Output("bytes beside out", stored.guard(), stored.untouched()),
+        ]
+
+    return run
+
+
 def _verify_cases(op: str, shape: Shape) -> Iterator[VerifyCase]:
+    if op == "kda_decode_spec":
+        few = 5 if shape.heads <= 12 else 2
+        for i, recipe in enumerate(_RECIPES):
+            columns = (4, 2, 8, 1)[i % 4]
+            for rows in (few, max(few, _VERIFY_TILES // shape.heads // 4)) if i == 0 else (few,):
+                label = f"N={rows} S={columns} {recipe}"
+                yield VerifyCase(label, _verify_spec(recipe._replace(columns=columns), shape.heads, rows))
+        return
     few = 5 if shape.heads <= 12 else 2
     for i, recipe in enumerate(_RECIPES):
         for rows in (0, 1, few, max(few, _VERIFY_TILES // shape.heads)) if i == 0 else (few,):
@@ -162,14 +213,15 @@ def buffer_set(p: Problem, out: torch.Tensor) -> BufferSet:
         slots = p.slots(live)
         return out[0, live], conv_state[slots, :, : TAPS - 1], state[slots], out[0, null]
 
-    # As many tiles as there are live rows, one a page from slot 1 on.
+    # The live rows' states in the order of the rows, as the op comes to them; slot 1 is tile 0.
     page = p.pages[0].shape[1]
     tile = state_bytes(heads, recipe)
-    tiles = (page + conv_bytes(heads, recipe), page, live_rows(recipe, out.shape[1]), tile)
+    order = p.slots(p.rows()[0]).sub(1).int().unsqueeze(1)
+    tiles = (page + conv_bytes(heads, recipe), page, len(order), tile)
     pool = p.pages[0].view(-1)
 
     def rmw(split: int) -> Callable[[], object]:
-        return lambda: _core.bench_rmw(pool, *tiles, split)
+        return lambda: _core.bench_rmw(pool, *tiles, split, order)
 
     knows = heads in _PEER_HEADS and recipe.state == FP32 and not recipe.half_null
     return BufferSet(
@@ -178,6 +230,50 @@ def buffer_set(p: Problem, out: torch.Tensor) -> BufferSet:
         want=want,
         got=got,
         tolerances=(OUT_TOLERANCE, None, state_tolerance(recipe.state), None),
+        floors={str(split): rmw(split) for split in _SPLITS if tile % (2**16 // split) == 0},
+    )
+
+
+def _make_spec(recipe: Recipe, heads: int, rows: int, device: torch.device, count: int) -> list[BufferSet]:
+    def draw(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    tokens = rows * recipe.columns
+    outputs = torch.empty(count, tokens, heads, DIM, dtype=recipe.activations, device=device)
+    made = zip(spec_problems(recipe, heads, rows, draw, count, full=True), outputs, strict=True)
+    return [spec_buffer_set(s, out) for s, out in made]
+
+
+def spec_buffer_set(s: SpecProblem, out: torch.Tensor) -> BufferSet:
+    """What is timed of ``s``, into a contiguous ``out`` of [T, H, D]."""
+    p, rows = s.tokens, s.starts.shape[0] - 1
+    recipe, heads = p.recipe, p.heads
+    sample = torch.arange(0, rows, max(1, rows // 4), device=out.device)
+
+    def want() -> tuple[torch.Tensor, ...]:
+        right = spec_reference(s, sample)
+        return right.out, right.conv, right.state
+
+    def got() -> tuple[torch.Tensor, ...]:
+        slots = s.indices.long()[sample]
+        tokens = s.starts[sample].long() + torch.arange(recipe.columns, device=out.device).unsqueeze(1)
+        return out[tokens.flatten()], p.conv_state[slots[:, 0]], p.state[slots.T.flatten()]
+
+    page, tile = p.pages[0].shape[1], state_bytes(heads, recipe)
+    tiles = (page + conv_bytes(heads, recipe), page, rows, tile)
+    pool = p.pages[0].view(-1)
+    starts = s.indices.gather(1, s.accepted.long().unsqueeze(1) - 1)
+    order = torch.cat([starts, s.indices], 1).sub(1).int()
+
+    def rmw(split: int) -> Callable[[], object]:
+        return lambda: _core.bench_rmw(pool, *tiles, split, order)
+
+    return BufferSet(
+        subjects={"ours": lambda: (call_spec(s, out),)},
+        outputs=(out,),
+        want=want,
+        got=got,
+        tolerances=(OUT_TOLERANCE, None, state_tolerance(recipe.state)),
         floors={str(split): rmw(split) for split in _SPLITS if tile % (2**16 // split) == 0},
     )
 
@@ -198,6 +294,47 @@ def bytes_moved(recipe: Recipe, heads: int, rows: int) -> tuple[int, int]:
     return caches + read + weights, caches + out
 
 
+def spec_bytes_moved(recipe: Recipe, heads: int, rows: int) -> tuple[int, int]:
+    """The same for rows of ``recipe.columns`` tokens: a row's state is read once and written per token."""
+    tokens, state = rows * recipe.columns, state_bytes(heads, recipe)
+    column = 3 * heads * DIM * 2
+    read = (
+        rows * (state + (TAPS - 1) * column) + tokens * (heads * (5 * DIM + 1) * 2 + 4) + (2 * rows + 1) * 4
+    )
+    weights = (3 * TAPS * heads * DIM + heads + heads * DIM + DIM) * 4
+    return read + weights, tokens * (state + heads * DIM * 2) + (tokens + 2 * rows) * column
+
+
+def _spec_bench_cases(heads: int, quick: bool) -> Iterator[BenchCase]:
+    recipes = [Recipe(columns=4)]
+    if heads in _BENCH_ROWS and not quick:
+        recipes += [
+            Recipe("DS", columns=4),
+            Recipe("SD", BF16, columns=4),
+            *(Recipe(columns=n) for n in (2, 8)),
+        ]
+    for recipe in recipes:
+        for rows in (8, 32) if quick else _SPEC_ROWS if heads in _BENCH_ROWS else _OTHER_ROWS[:3]:
+            read, written = spec_bytes_moved(recipe, heads, rows)
+            page = conv_bytes(heads, recipe) + state_bytes(heads, recipe)
+            yield BenchCase(
+                op="kda_decode_spec",
+                params={
+                    "H": heads,
+                    "state": dtype_name(recipe.state),
+                    "layout": recipe.layout,
+                    "tokens": recipe.columns,
+                    "B": rows,
+                },
+                bytes_read=read,
+                bytes_written=written,
+                set_bytes=read + written + page,
+                make=lambda device, count, recipe=recipe, rows=rows: _make_spec(  # type: ignore[misc]
+                    recipe, heads, rows, device, count
+                ),
+            )
+
+
 def _bench_recipes(heads: int) -> Iterator[tuple[Recipe, tuple[int, ...]]]:
     rows = _BENCH_ROWS.get(heads, _OTHER_ROWS)
     yield Recipe(), rows
@@ -211,6 +348,9 @@ def _bench_recipes(heads: int) -> Iterator[tuple[Recipe, tuple[int, ...]]]:
 
 def _bench_cases(op: str, shape: Shape, quick: bool) -> Iterator[BenchCase]:
     heads = shape.heads
+    if op == "kda_decode_spec":
+        yield from _spec_bench_cases(heads, quick)
+        return
     for recipe, all_rows in _bench_recipes(heads):
         for rows in all_rows:
             if quick and rows not in (_QUICK_ROWS if recipe == Recipe() else _QUICK_VARIANT_ROWS):
@@ -246,7 +386,9 @@ SPEC = OpSpec(
         name="rmw",
         title="read and rewrite of the states",
         text="`rmw` is the floor: a kernel that only reads and rewrites the recurrent states of the live "
-        "rows, the fastest of 1, 2, 4, 8 and 16 blocks per 64 KiB; `split` says which.",
+        "rows in the order of the rows, as their indices say, the fastest of 1, 2, 4, 8 and 16 blocks per "
+        "64 KiB; `split` says which. For several tokens a row it reads each state once and writes it "
+        "once per token, to their slots.",
         choice="split",
     ),
     agreement="(plain torch in fp64, for a sample of the rows: conv states and zeros of null rows bit by "
