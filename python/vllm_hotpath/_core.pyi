@@ -1,9 +1,10 @@
 """The compiled extension: argument checks, CPU implementations and CUDA launches. Not a public interface."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, final
 
 __all__ = [
+    "SideStream",
     "bench_launch",
     "bench_rmw",
     "bench_stream",
@@ -49,6 +50,32 @@ def bench_rmw(pool: object, offset: int, stride: int, tiles: int, tile_bytes: in
     Tile i starts ``offset + i * stride`` bytes into the pool; 1 to 16 thread blocks (``split``, a power
     of two) share 64 KiB. The traffic floor of ops that update a state in place.
     """
+
+@final
+class SideStream:
+    """The auxiliary stream of a device, made at its first use in the process, and ``SLOTS`` event pairs."""
+
+    SLOTS: ClassVar[int]
+
+    def __new__(cls, device_index: int) -> SideStream: ...
+    @property
+    def handle(self) -> int:
+        """The driver's handle."""
+
+    def fork(self, main: int, slot: int, again: bool, /) -> bool:
+        """Let the stream go on from where ``main`` is now; ``again`` without a join since the last time.
+
+        False where the two must not meet: nothing was done.
+        """
+
+    def mark(self, slot: int, /) -> None:
+        """Mark the end of a slot's work."""
+
+    def join(self, main: int, slot: int, /) -> None:
+        """Let ``main`` wait for the mark."""
+
+    def close(self) -> None:
+        """Count a fork as joined that cannot be."""
 
 def fatbin(stem: str) -> bytes:
     """The embedded fatbin of ``kernels/<stem>.cu``, for the machine-code test."""

@@ -52,13 +52,15 @@ class Plan:
     """What the flags ask of a feature: the state that they lead to, and the patches that it takes.
 
     ``detail`` is for the INFO line; empty, it names the patched objects. A plan for ``stock`` is a kill
-    switch: where there is nothing to switch off, it is fulfilled.
+    switch: where there is nothing to switch off, it is fulfilled. ``known`` are objects that the patches rely
+    on without replacing them: where they exist, they have to be what we know.
     """
 
     patches: tuple[Patch, ...]
     state: str = ON
     detail: str = ""
     needs: tuple[Need, ...] = ()
+    known: tuple[Target, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,10 @@ def resolve(feature: Feature, environ: Mapping[str, str] | None = None) -> Resol
         found = targets.parameters(need.target, root)
         if found and need.parameter not in found:
             return Resolution(plan, problem=need.otherwise)
+    for target in plan.known:
+        probe = targets.probe(target, root, version, force=envs.is_on(envs.FORCE, environ))
+        if probe.problem and not probe.missing:
+            return Resolution(plan, problem=probe.problem)
     patches = []
     for patch in plan.patches:
         # A kill switch does not build on what it takes away, so an unknown source is no reason to leave it.
