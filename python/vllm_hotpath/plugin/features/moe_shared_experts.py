@@ -55,8 +55,8 @@ ROUTED = Target(
     hashes={"beca5ee60c1f8f94": "0.22.1"},
 )
 
-# Where the shared experts fork and are launched: "sync" before the gate, "gate" right after it, "routed" after
-# the routed experts.
+# Where the shared experts fork and are launched: "sync" before the gate, "gate" right after it, "routed"
+# after the routed experts.
 LAUNCH = "gate"
 
 _NO_OVERLAP, _MULTI_STREAM = 1, 3
