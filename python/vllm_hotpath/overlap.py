@@ -91,6 +91,8 @@ class ForkJoin:
         side = _sides.get(self._index) or _make_side(self._index)
         main: int = torch._C._cuda_getCurrentRawStream(self._index)
         if before is not None and before.main != main:
+            # Left open by a scope that is gone, perhaps with its capture: what it marked counts no more.
+            before.marked = False
             self.join(slot)
             before = None
         if not side.core.fork(main, slot, before is not None):
@@ -109,9 +111,11 @@ class ForkJoin:
         return _Side(self, slot)
 
     def join(self, slot: int = 0) -> None:
-        """Make the stream that forked wait for the side. Without a fork that is open it does nothing."""
-        fork = self._thread.open.pop(slot, None)
-        if fork is not None:
+        """Make the stream that forked wait for the side. Nothing happens without an open fork, or on the side."""
+        open_forks = self._thread.open
+        fork = open_forks.get(slot)
+        if fork is not None and not fork.inside:
+            del open_forks[slot]
             fork.join()
 
     def __enter__(self) -> ForkJoin:
@@ -222,11 +226,15 @@ class _Thread(threading.local):
 class _Fork:
     """A fork that has no join yet."""
 
-    __slots__ = ("entered", "inside", "main", "marked", "side", "slot")
+    __slots__ = ("entered", "inside", "joined", "main", "marked", "side", "slot")
 
     def __init__(self, side: _SideStream, main: int, slot: int) -> None:
         self.side, self.main, self.slot = side, main, slot
-        self.entered = self.inside = self.marked = False
+        self.entered = self.inside = self.marked = self.joined = False
+
+    def __del__(self) -> None:
+        if not self.joined:
+            self.side.core.close()
 
     def mark(self) -> None:
         self.side.core.mark(self.slot)
@@ -234,6 +242,7 @@ class _Fork:
 
     def join(self) -> None:
         core = self.side.core
+        self.joined = True
         if not self.marked:
             try:
                 core.mark(self.slot)
