@@ -28,6 +28,12 @@ impl SideStream {
         self.side.stream().0 as usize
     }
 
+    /// Forks of all threads that wait for their join.
+    #[getter]
+    fn open(&self) -> usize {
+        self.side.open()
+    }
+
     #[pyo3(signature = (main, slot, again, /))]
     fn fork(&self, main: usize, slot: usize, again: bool) -> Result<bool> {
         self.side.fork(stream(main), slot, again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import subprocess
 import sys
 import textwrap
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from vllm_hotpath import overlap
 from vllm_hotpath.overlap import ForkJoin, run_overlapped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.gpu
 
@@ -25,8 +27,12 @@ KERNELS = 60
 
 
 @pytest.fixture(autouse=True)
-def _idle() -> None:
+def _nothing_stays_open() -> Iterator[None]:
     torch.cuda.synchronize()
+    yield
+    gc.collect()
+    torch.cuda.synchronize()
+    assert all(side.core.open == 0 for side in overlap._sides.values())
 
 
 def stream_handle() -> int:
@@ -149,13 +155,16 @@ def test_exceptions_of_overlapped_functions_join(which: str) -> None:
     def fail() -> None:
         raise KeyError(which)
 
+    x = torch.zeros(1, device="cuda")
+
     def fine() -> None:
-        torch.zeros(1, device="cuda").add_(1)
+        x.add_(1)
 
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     for side_first in (True, False):
         with torch.cuda.stream(stream):
             graph.capture_begin()
+            fine()
             with pytest.raises(KeyError):
                 run_overlapped(*((fail, fine) if which == "main" else (fine, fail)), side_first=side_first)
             graph.capture_end()
@@ -285,7 +294,7 @@ def test_a_thread_that_captures_and_one_that_does_not_stay_apart() -> None:
 
 def test_a_capture_does_not_swallow_a_side_that_another_thread_is_using() -> None:
     entered, leave = threading.Event(), threading.Event()
-    y = torch.zeros(64, device="cuda")
+    x, y = torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda")
 
     def eager() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -304,7 +313,7 @@ def test_a_capture_does_not_swallow_a_side_that_another_thread_is_using() -> Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         here = stream_handle()
-        run_overlapped(lambda: None, lambda: handles.append(stream_handle()))
+        run_overlapped(lambda: x.add_(1), lambda: handles.append(stream_handle()))
         leave.set()
         thread.join()
     assert handles == [here]

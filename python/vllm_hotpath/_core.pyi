@@ -62,6 +62,10 @@ class SideStream:
     def handle(self) -> int:
         """The driver's handle."""
 
+    @property
+    def open(self) -> int:
+        """Forks of all threads that wait for their join."""
+
     def fork(self, main: int, slot: int, again: bool, /) -> bool:
         """Let the stream go on from where ``main`` is now; ``again`` without a join since the last time.
 

@@ -43,8 +43,8 @@ class ForkJoin:
             return y + z
 
     Everything runs in sequence on the current stream, and a join does nothing, on a CPU device, with
-    ``enabled`` false, while Dynamo traces, under vLLM's breakable capture, and where the auxiliary stream
-    belongs to a capture that the current stream is not part of (another thread's).
+    ``enabled`` false, under vLLM's breakable capture, and where the auxiliary stream belongs to a capture
+    that the current stream is not part of (another thread's).
 
     What the side reads must live until the join. What is made on the side may be used and freed as anything
     else once joined. Collectives do not belong on the side: their order would no longer be the same on every
@@ -62,13 +62,12 @@ class ForkJoin:
         ValueError: another kind of device.
     """
 
-    __slots__ = ("_index", "_thread", "device", "enabled")
+    __slots__ = ("_thread", "device", "enabled")
 
     def __init__(self, device: torch.device | str | int | None = None, *, enabled: bool = True) -> None:
         self.device = _resolve(device)
         self.enabled = enabled
-        self._index = self.device.index if self.device.type == "cuda" else -1
-        self._thread = _Thread()
+        self._thread = _Thread(self.device.index if self.device.type == "cuda" and enabled else -1)
 
     def fork(self, slot: int = 0) -> bool:
         """Let the side start from where the current stream is now; False if all will run in sequence.
@@ -80,43 +79,24 @@ class ForkJoin:
             ValueError: the slot is not one of ``range(SLOTS)``.
             RuntimeError: the driver refuses.
         """
-        if not 0 <= slot < SLOTS:
-            raise ValueError(f"ForkJoin: slot: expected 0 to {SLOTS - 1}, got {slot!r}")
-        if self._index < 0 or not self.enabled or _is_compiling() or is_breakable_capture():
-            return False
-        open_forks = self._thread.open
-        before = open_forks.get(slot)
-        if before is not None and before.inside:
-            return False
-        side = _sides.get(self._index) or _make_side(self._index)
-        main: int = torch._C._cuda_getCurrentRawStream(self._index)
-        if before is not None and before.main != main:
-            # Left open by a scope that is gone, perhaps with its capture: what it marked counts no more.
-            before.marked = False
-            self.join(slot)
-            before = None
-        if not side.core.fork(main, slot, before is not None):
-            return False
-        if before is None:
-            open_forks[slot] = _Fork(side, main, slot)
-        else:
-            before.marked = before.entered = False
-        return True
+        return self.side(slot).fork()
 
-    def side(self, slot: int = 0) -> _Side:
+    def side(self, slot: int = 0) -> _Slot:
         """Return the context in which torch's current stream is the auxiliary one.
 
         An exception that leaves it joins first.
+
+        Raises:
+            ValueError: the slot is not one of ``range(SLOTS)``.
         """
-        return _Side(self, slot)
+        slots = self._thread.slots
+        return slots[slot] if slot in slots else self._thread.add(slot)
 
     def join(self, slot: int = 0) -> None:
-        """Make the stream that forked wait for the side. Nothing happens without an open fork, or on the side."""
-        open_forks = self._thread.open
-        fork = open_forks.get(slot)
-        if fork is not None and not fork.inside:
-            del open_forks[slot]
-            fork.join()
+        """Make the stream that forked wait for the side; nothing happens without an open fork."""
+        slots = self._thread.slots
+        if slot in slots:
+            slots[slot].join()
 
     def __enter__(self) -> ForkJoin:
         return self
@@ -124,51 +104,8 @@ class ForkJoin:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for slot in tuple(self._thread.open):
-            self._leave(slot, error)
-
-    def _leave(self, slot: int, error: BaseException | None) -> None:
-        """Join on the way out of a scope: the exception that leaves it counts, if there is one."""
-        try:
-            self.join(slot)
-        except RuntimeError:
-            if error is None:
-                raise
-
-
-class _Side:
-    """One entry of :meth:`ForkJoin.side`."""
-
-    __slots__ = ("_back", "_fork", "_opened", "_slot")
-    _back: tuple[Any, int]
-
-    def __init__(self, fork: ForkJoin, slot: int) -> None:
-        self._fork, self._slot = fork, slot
-        self._opened: _Fork | None = None
-
-    def __enter__(self) -> None:
-        fork, slot = self._fork, self._slot
-        opened = fork._thread.open.get(slot)
-        if opened is None or opened.entered:
-            if not fork.fork(slot):
-                return
-            opened = fork._thread.open[slot]
-        self._back = opened.side.enter()
-        self._opened = opened
-        opened.entered = opened.inside = True
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        opened, self._opened = self._opened, None
-        if opened is None:
-            return
-        opened.inside = False
-        opened.side.leave(self._back)
-        if error is None:
-            opened.mark()
-        else:
-            self._fork._leave(self._slot, error)
+        for slot in self._thread.slots.values():
+            slot.leave(error)
 
 
 def run_overlapped(
@@ -182,6 +119,8 @@ def run_overlapped(
     device: torch.device | str | int | None = None,
 ) -> tuple[_Main, _SideResult]:
     """Run ``main_fn`` on the current stream and ``side_fn`` on the auxiliary one; both results, joined.
+
+    In sequence, in the same order, wherever :class:`ForkJoin` does, and while Dynamo traces.
 
     Args:
         main_fn: takes no arguments.
@@ -197,52 +136,79 @@ def run_overlapped(
         RuntimeError: as :class:`ForkJoin`. An exception of either function is raised once both are joined.
     """
     few = tokens is None or max_tokens is None or tokens <= max_tokens
-    fork = _shared(device, few)
-    fork.fork(slot)
+    # Dynamo traces no streams.
+    if _is_compiling():
+        if side_first:
+            side = side_fn()
+            return main_fn(), side
+        return main_fn(), side_fn()
+    pair = _shared(device, few).side(slot)
+    pair.fork()
     try:
         if not side_first:
             main = main_fn()
-        with fork.side(slot):
+        with pair:
             side = side_fn()
         if side_first:
             main = main_fn()
     except BaseException as error:
-        fork._leave(slot, error)
+        pair.leave(error)
         raise
-    fork.join(slot)
+    pair.join()
     return main, side
 
 
-# ---- Streams ----
+# ---- One micro-batch of a thread ----
 
 
 class _Thread(threading.local):
-    """The open forks of a thread, by slot."""
+    """The slots that the calling thread has used."""
 
-    def __init__(self) -> None:
-        self.open: dict[int, _Fork] = {}
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.slots: dict[int, _Slot] = {}
+
+    def add(self, slot: int) -> _Slot:
+        if not 0 <= slot < SLOTS:
+            raise ValueError(f"ForkJoin: slot: expected 0 to {SLOTS - 1}, got {slot!r}")
+        return self.slots.setdefault(slot, _Slot(self.index, slot))
 
 
-class _Fork:
-    """A fork that has no join yet."""
+class _Slot:
+    """One pair of events in one thread, from a fork to its join; as a context, its time on the side."""
 
-    __slots__ = ("entered", "inside", "joined", "main", "marked", "side", "slot")
+    __slots__ = ("back", "depth", "entered", "index", "main", "marked", "opened", "side", "slot")
+    side: _SideStream
+    back: tuple[Any, int]
 
-    def __init__(self, side: _SideStream, main: int, slot: int) -> None:
-        self.side, self.main, self.slot = side, main, slot
-        self.entered = self.inside = self.marked = self.joined = False
+    def __init__(self, index: int, slot: int) -> None:
+        self.index, self.slot = index, slot
+        self.main = self.depth = 0
+        self.opened = self.entered = self.marked = False
 
-    def __del__(self) -> None:
-        if not self.joined:
-            self.side.core.close()
-
-    def mark(self) -> None:
-        self.side.core.mark(self.slot)
-        self.marked = True
+    def fork(self) -> bool:
+        if self.index < 0 or self.depth:
+            return False
+        if _BREAKABLE in sys.modules and is_breakable_capture():
+            return False
+        main: int = torch._C._cuda_getCurrentRawStream(self.index)
+        if self.opened and main != self.main:
+            # Left open by a scope that is gone, perhaps with its capture: what it marked counts no more.
+            self.marked = False
+            self.join()
+        side = _sides.get(self.index) or _make_side(self.index)
+        if not side.core.fork(main, self.slot, self.opened):
+            return False
+        self.side, self.main, self.opened = side, main, True
+        self.entered = self.marked = False
+        return True
 
     def join(self) -> None:
+        # On the side itself nothing is over yet.
+        if not self.opened or self.depth:
+            return
+        self.opened = False
         core = self.side.core
-        self.joined = True
         if not self.marked:
             try:
                 core.mark(self.slot)
@@ -250,6 +216,43 @@ class _Fork:
                 core.close()
                 raise
         core.join(self.main, self.slot)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Join on the way out of a scope: the exception that leaves it counts, if there is one."""
+        try:
+            self.join()
+        except RuntimeError:
+            if error is None:
+                raise
+
+    def __enter__(self) -> None:
+        if self.depth:
+            self.depth += 1
+        elif (self.opened and not self.entered) or self.fork():
+            self.back = self.side.enter()
+            self.entered, self.depth = True, 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.depth:
+            return
+        self.depth -= 1
+        if self.depth:
+            return
+        self.side.leave(self.back)
+        if error is None:
+            self.side.core.mark(self.slot)
+            self.marked = True
+        else:
+            self.leave(error)
+
+    def __del__(self) -> None:
+        if self.opened:
+            self.side.core.close()
+
+
+# ---- Streams ----
 
 
 class _SideStream:
@@ -266,7 +269,7 @@ class _SideStream:
     def enter(self) -> tuple[Any, int]:
         """Make it torch's current stream; return what was."""
         device: int = torch._C._cuda_getDevice()
-        if torch.cuda.set_stream.__module__ == "torch.cuda":
+        if torch.cuda.set_stream is _torch_set_stream:
             key = torch._C._cuda_getCurrentStream(self.index)
             torch._C._cuda_setStream(*self.key)
             return key, device
@@ -286,6 +289,8 @@ class _SideStream:
 
 
 _sides: dict[int, _SideStream] = {}
+# None where an engine had put its own in place before.
+_torch_set_stream = torch.cuda.set_stream if torch.cuda.set_stream.__module__ == "torch.cuda" else None
 
 
 def _make_side(index: int) -> _SideStream:
@@ -299,12 +304,21 @@ def is_breakable_capture() -> bool:
     return capture is not None and bool(capture.is_active())
 
 
-_joined: dict[tuple[torch.device, bool], ForkJoin] = {}
+_joined: dict[tuple[torch.device | str | int | None, bool], ForkJoin] = {}
 
 
 def _shared(device: torch.device | str | int | None, enabled: bool) -> ForkJoin:
-    key = _resolve(device), enabled
-    return _joined.get(key) or _joined.setdefault(key, ForkJoin(key[0], enabled=enabled))
+    """The one ForkJoin of all callers of ``run_overlapped``."""
+    if device is None and torch.cuda.is_initialized():
+        device = torch._C._cuda_getDevice()
+    found = _joined.get((device, enabled))
+    if found is None:
+        resolved = _resolve(device)
+        found = _joined.setdefault((resolved, enabled), ForkJoin(resolved, enabled=enabled))
+        # What else names this device whatever the current one is.
+        if isinstance(device, int):
+            _joined[device, enabled] = found
+    return found
 
 
 def _resolve(device: torch.device | str | int | None) -> torch.device:

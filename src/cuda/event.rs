@@ -130,6 +130,11 @@ impl Side {
         wait(main, self.pairs[slot].done)
     }
 
+    /// Forks that wait for their join.
+    pub fn open(&self) -> usize {
+        self.state().open
+    }
+
     /// One fork fewer that waits for its join.
     pub fn close(&self) {
         let mut state = self.state();

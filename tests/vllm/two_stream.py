@@ -195,6 +195,15 @@ def check_other_batches(mla: Any, feature: Any, capture: Callable[[bool], None])
         layer.impl.failing = False
     assert not layer.impl.failing
     assert feature._thread.join is feature._thread.pending is None
+    # Nor does one before attention, and the write is made all the same, as stock has made it by then.
+    weight, layer.W_UK_T = layer.W_UK_T, None
+    try:
+        Batch(layer, 1, 1).run()
+    except (AttributeError, AssertionError):
+        layer.W_UK_T = weight
+    assert layer.W_UK_T is weight
+    assert CALLS == ["between", "write"]
+    assert feature._thread.join is feature._thread.pending is None
     Batch(layer, 1, 1).run()
     assert CALLS == HELD_BACK
     capture(False)
@@ -262,8 +271,9 @@ def run() -> str:
     def capture(on: bool) -> None:
         feature._captures = lambda _: on
 
-    check(mla, feature, capture)
-    check_other_batches(mla, feature, capture)
+    for feature.LAUNCH in ("first", "last"):
+        check(mla, feature, capture)
+        check_other_batches(mla, feature, capture)
     check_exclusions(mla, feature)
     return "compared"
 

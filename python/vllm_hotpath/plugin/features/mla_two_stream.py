@@ -74,6 +74,8 @@ WRITE = Target(
 # Above, the write and the products share the memory's bandwidth, and there is little left to gain.
 MAX_TOKENS = 512
 
+LAUNCH = "last"
+
 # In an implementation's attributes: its methods are ours, or the reason why they are not.
 _MARK = "_vllm_hotpath_two_stream"
 
@@ -84,6 +86,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         # The implementation whose write is held back, and the write.
         self.pending: tuple[Any, Callable[[], None]] | None = None
+        # Launches the write of the attention that runs, if it has not been, and joins it.
         self.join: Callable[[], None] | None = None
 
 
@@ -242,14 +245,28 @@ def _forward_impl(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*arguments, **options)
         _thread.pending = None
         fork, slot = _fork_join(kv_cache.device), _micro_batch()
-        with fork:
+
+        def write_and_join() -> None:
             with fork.side(slot):
                 pending[1]()
-            _thread.join = functools.partial(fork.join, slot)
+            fork.join(slot)
+
+        with fork:
+            # The write starts from here, but its node is made after the products': of two nodes that may run
+            # at once, the one made first goes on in the stream that both come from, and they are the longer.
+            fork.fork(slot)
+            if LAUNCH == "first":
+                with fork.side(slot):
+                    pending[1]()
+                _thread.join = functools.partial(fork.join, slot)
+            else:
+                _thread.join = write_and_join
             try:
                 return original(*arguments, **options)
             finally:
-                _thread.join = None
+                join, _thread.join = _thread.join, None
+                if join is not None:
+                    join()
 
     return forward_impl
 
