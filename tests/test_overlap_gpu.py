@@ -279,12 +279,12 @@ def test_a_thread_that_captures_and_one_that_does_not_stay_apart() -> None:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         with fork.side():
             x.add_(1)
+            inside.set()
+            assert done.wait(60)
         fork.join()
-        inside.set()
-        assert done.wait(60)
         x.add_(1)
     thread.join()
-    # In sequence there, for the side belongs to the capture until that ends.
+    # In sequence there, for the side belongs to the capture.
     assert handles[0] == handles[1]
     assert y.eq(1).all()
     graph.replay()
