@@ -71,7 +71,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     monkeypatch.setattr(overlap, "_sides", {0: made})
     monkeypatch.setattr(overlap, "_joined", {})
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: made.stack[-1], raising=False)
+    monkeypatch.setattr(overlap, "_raw_stream", lambda _: made.stack[-1])
     return made
 
 

@@ -179,7 +179,7 @@ class _Slot:
 
     __slots__ = ("back", "depth", "entered", "index", "main", "marked", "opened", "side", "slot")
     side: _SideStream
-    back: tuple[Any, int]
+    back: Any
 
     def __init__(self, index: int, slot: int) -> None:
         self.index, self.slot = index, slot
@@ -191,12 +191,13 @@ class _Slot:
             return False
         if _BREAKABLE in sys.modules and is_breakable_capture():
             return False
-        main: int = torch._C._cuda_getCurrentRawStream(self.index)
+        index = self.index
+        main: int = _raw_stream(index)
         if self.opened and main != self.main:
             # Left open by a scope that is gone, perhaps with its capture: what it marked counts no more.
             self.marked = False
             self.join()
-        side = _sides.get(self.index) or _make_side(self.index)
+        side = _sides[index] if index in _sides else _make_side(index)
         if not side.core.fork(main, self.slot, self.opened):
             return False
         self.side, self.main, self.opened = side, main, True
@@ -258,36 +259,48 @@ class _Slot:
 class _SideStream:
     """The auxiliary stream of a device, for the driver (``core``) and for torch."""
 
-    __slots__ = ("core", "index", "key", "stream")
+    __slots__ = ("alone", "core", "index", "key", "stream")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.core = _core.SideStream(index)
         self.stream = torch.cuda.ExternalStream(self.core.handle, torch.device("cuda", index))
+        # With one device there is no other to put back.
+        self.alone = torch.cuda.device_count() == 1
         self.key = (self.stream.stream_id, self.stream.device_index, self.stream.device_type)
 
-    def enter(self) -> tuple[Any, int]:
+    def enter(self) -> Any:
         """Make it torch's current stream; return what was."""
-        device: int = torch._C._cuda_getDevice()
         if torch.cuda.set_stream is _torch_set_stream:
-            key = torch._C._cuda_getCurrentStream(self.index)
-            torch._C._cuda_setStream(*self.key)
-            return key, device
+            if self.alone:
+                main = _get_stream(self.index)
+                _set_stream(*self.key)
+                return main
+            back = _get_stream(self.index), torch._C._cuda_getDevice()
+            _set_stream(*self.key)
+            return back
         # An engine that keeps its own record of the current stream.
-        stream = torch.cuda.current_stream(self.index)
+        back = torch.cuda.current_stream(self.index), torch._C._cuda_getDevice()
         torch.cuda.set_stream(self.stream)
-        return stream, device
+        return back
 
-    def leave(self, back: tuple[Any, int]) -> None:
+    def leave(self, back: Any) -> None:
+        if len(back) == 3:
+            _set_stream(*back)
+            return
         stream, device = back
         if isinstance(stream, tuple):
-            torch._C._cuda_setStream(*stream)
+            _set_stream(*stream)
         else:
             torch.cuda.set_stream(stream)
         if device != self.index:
             torch._C._cuda_setDevice(device)
 
 
+# What torch's own functions call; builds without CUDA have none of them.
+_get_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
+_set_stream: Any = getattr(torch._C, "_cuda_setStream", None)
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _sides: dict[int, _SideStream] = {}
 # None where an engine had put its own in place before.
 _torch_set_stream = torch.cuda.set_stream if torch.cuda.set_stream.__module__ == "torch.cuda" else None
