@@ -74,7 +74,9 @@ WRITE = Target(
 # Above, the write and the products share the memory's bandwidth, and there is little left to gain.
 MAX_TOKENS = 512
 
-LAUNCH = "last"
+# Whether the graph's node of the write is made before the products' nodes ("first") or after them ("last");
+# it starts from the same point in both.
+LAUNCH = "first"
 
 # In an implementation's attributes: its methods are ours, or the reason why they are not.
 _MARK = "_vllm_hotpath_two_stream"
@@ -252,8 +254,6 @@ def _forward_impl(original: Callable[..., Any]) -> Callable[..., Any]:
             fork.join(slot)
 
         with fork:
-            # The write starts from here, but its node is made after the products': of two nodes that may run
-            # at once, the one made first goes on in the stream that both come from, and they are the longer.
             fork.fork(slot)
             if LAUNCH == "first":
                 with fork.side(slot):
