@@ -5,6 +5,7 @@ mod dlpack;
 mod error;
 mod fp8;
 mod ops;
+mod overlap;
 mod parallel;
 mod tensor;
 
@@ -136,4 +137,6 @@ mod _core {
     use crate::ops::kda_decode::{kda_decode, kda_decode_spec};
     #[pymodule_export]
     use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
+    #[pymodule_export]
+    use crate::overlap::SideStream;
 }

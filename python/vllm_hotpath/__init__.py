@@ -15,17 +15,21 @@ if TYPE_CHECKING:
     from vllm_hotpath.ops import Support, is_supported
     from vllm_hotpath.ops.kda_decode import kda_decode, kda_decode_spec
     from vllm_hotpath.ops.mla_kv_pack import mla_kv_concat, mla_kv_concat_quant_fp8
+    from vllm_hotpath.overlap import ForkJoin, run_overlapped
 
 __version__: str = _build_info()["version"]
 
 # Public name -> the module where it lives.
 _EXPORTS = {
+    "ForkJoin": "vllm_hotpath.overlap",
     "Support": "vllm_hotpath.ops",
     "is_supported": "vllm_hotpath.ops",
+    "run_overlapped": "vllm_hotpath.overlap",
     **{op: f"vllm_hotpath.ops.{stem}" for stem, ops in _OPS.items() for op in ops},
 }
 
 __all__ = [
+    "ForkJoin",
     "Support",
     "__version__",
     "is_supported",
@@ -33,6 +37,7 @@ __all__ = [
     "kda_decode_spec",
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
+    "run_overlapped",
 ]
 
 

@@ -1,9 +1,10 @@
 """The compiled extension: argument checks, CPU implementations and CUDA launches. Not a public interface."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, final
 
 __all__ = [
+    "SideStream",
     "bench_launch",
     "bench_rmw",
     "bench_stream",
@@ -54,6 +55,36 @@ def bench_rmw(
     stretch each tile reads and, from its second column on, to which it writes instead of rewriting that one;
     None is the order of memory. The traffic floor of ops that update a state in place.
     """
+
+@final
+class SideStream:
+    """The auxiliary stream of a device, made at its first use in the process, and ``SLOTS`` event pairs."""
+
+    SLOTS: ClassVar[int]
+
+    def __new__(cls, device_index: int) -> SideStream: ...
+    @property
+    def handle(self) -> int:
+        """The driver's handle."""
+
+    @property
+    def open(self) -> int:
+        """Forks of all threads that wait for their join."""
+
+    def fork(self, main: int, slot: int, again: bool, /) -> bool:
+        """Let the stream go on from where ``main`` is now; ``again`` without a join since the last time.
+
+        False where the two must not meet: nothing was done.
+        """
+
+    def mark(self, slot: int, /) -> None:
+        """Mark the end of a slot's work."""
+
+    def join(self, main: int, slot: int, /) -> None:
+        """Let ``main`` wait for the mark."""
+
+    def close(self) -> None:
+        """Count a fork as joined that cannot be."""
 
 def fatbin(stem: str) -> bytes:
     """The embedded fatbin of ``kernels/<stem>.cu``, for the machine-code test."""

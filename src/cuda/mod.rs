@@ -1,5 +1,6 @@
 //! The CUDA driver: kernels embedded in the extension, devices, launches. Loaded at the first CUDA call, never at import.
 
+pub mod event;
 pub mod launch;
 pub mod module;
 

@@ -19,6 +19,11 @@ from typing import Any
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 K3 = "vllm.models.kimi_k3.nvidia.mla"
 K3_OPS = "vllm.models.kimi_k3.nvidia.ops.fused_mla_key_concat_kv_cache"
+STREAMS = (
+    "vllm.v1.attention.backend",
+    "vllm.model_executor.layers.fused_moe.runner.shared_experts",
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner",
+)
 FLAG = "VLLM_HOTPATH_MLA_KV_PACK"
 
 
@@ -28,7 +33,9 @@ def modules() -> list[str]:
 
     root = Path(vllm.__file__).parent.parent
     return [
-        name for name in (MLA, K3, K3_OPS) if root.joinpath(*name.split(".")).with_suffix(".py").is_file()
+        name
+        for name in (MLA, K3, K3_OPS, *STREAMS)
+        if root.joinpath(*name.split(".")).with_suffix(".py").is_file()
     ]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from vllm_hotpath.plugin.targets import Definition, Target
 
-ON, STOCK, OFF = "on", "stock", "off"
+ON, NATIVE, STOCK, OFF = "on", "native upstream", "stock", "off"
 
 
 class Outcome(NamedTuple):
@@ -52,13 +52,18 @@ class Plan:
     """What the flags ask of a feature: the state that they lead to, and the patches that it takes.
 
     ``detail`` is for the INFO line; empty, it names the patched objects. A plan for ``stock`` is a kill
-    switch: where there is nothing to switch off, it is fulfilled.
+    switch: where there is nothing to switch off, it is fulfilled. ``known`` are objects that the patches rely
+    on without replacing them: where they exist, they have to be what we know. Where ``native`` exists, vLLM
+    does it all by itself. A ``refusal`` is why the feature stays off, whatever vLLM is, without FORCE.
     """
 
     patches: tuple[Patch, ...]
     state: str = ON
     detail: str = ""
     needs: tuple[Need, ...] = ()
+    known: tuple[Target, ...] = ()
+    native: Target | None = None
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,14 @@ class Resolution:
     plan: Plan | None
     patches: tuple[tuple[Patch, Definition], ...] = ()
     problem: str = ""
+    native: Definition | None = None
 
     def outcome(self) -> Outcome:
         """What the INFO line says once the patches are in place."""
         if self.problem or self.plan is None:
             return Outcome(STOCK, self.problem)
+        if self.native is not None:
+            return Outcome(NATIVE, self.native.name)
         return Outcome(self.plan.state, self.plan.detail or ", ".join(d.name for _, d in self.patches))
 
 
@@ -109,15 +117,25 @@ def resolve(feature: Feature, environ: Mapping[str, str] | None = None) -> Resol
     if vllm is None:
         return Resolution(plan, problem="vLLM is not installed")
     root, version = vllm
+    force = envs.is_on(envs.FORCE, environ)
+    if plan.native is not None:
+        native = targets.probe(plan.native, root, version, force=True).definition
+        if native is not None:
+            return Resolution(plan, native=native)
+    if plan.refusal and not force:
+        return Resolution(plan, problem=plan.refusal)
     for need in plan.needs:
         found = targets.parameters(need.target, root)
         if found and need.parameter not in found:
             return Resolution(plan, problem=need.otherwise)
+    for target in plan.known:
+        probe = targets.probe(target, root, version, force=force)
+        if probe.problem and not probe.missing:
+            return Resolution(plan, problem=probe.problem)
     patches = []
     for patch in plan.patches:
         # A kill switch does not build on what it takes away, so an unknown source is no reason to leave it.
-        force = plan.state == STOCK or envs.is_on(envs.FORCE, environ)
-        probe = targets.probe(patch.target, root, version, force=force)
+        probe = targets.probe(patch.target, root, version, force=force or plan.state == STOCK)
         if probe.missing and (patch.optional or plan.state == STOCK):
             continue
         if probe.problem or probe.definition is None:
