@@ -4,6 +4,8 @@ mod cuda;
 mod dlpack;
 mod error;
 mod fp8;
+mod mufu;
+mod nvfp4;
 mod ops;
 mod parallel;
 mod tensor;
@@ -136,4 +138,6 @@ mod _core {
     use crate::ops::kda_decode::kda_decode;
     #[pymodule_export]
     use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
+    #[pymodule_export]
+    use crate::ops::nvfp4_quant::{add_rms_norm_nvfp4, nvfp4_quantize, silu_mul_nvfp4};
 }

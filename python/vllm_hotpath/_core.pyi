@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = [
+    "add_rms_norm_nvfp4",
     "bench_launch",
     "bench_rmw",
     "bench_stream",
@@ -16,6 +17,8 @@ __all__ = [
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
     "needs_dispatcher",
+    "nvfp4_quantize",
+    "silu_mul_nvfp4",
     "unsupported_reason",
 ]
 
@@ -94,3 +97,45 @@ def kda_decode(
     allocate: Callable[[str, Sequence[int], str], Any],
     /,
 ) -> Any: ...
+
+def nvfp4_quantize(
+    x: Any,
+    global_scale: Any,
+    layout: str,
+    out: Any | None,
+    out_scale: Any | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> tuple[Any, Any]:
+    """``ops.nvfp4_quant.nvfp4_quantize``; ``allocate(device, shape, dtype)`` makes missing outputs."""
+
+def silu_mul_nvfp4(
+    gate_up: Any,
+    global_scale: Any,
+    layout: str,
+    mask_m: Any | None,
+    out: Any | None,
+    out_scale: Any | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> tuple[Any, Any]:
+    """``ops.nvfp4_quant.silu_mul_nvfp4``; ``allocate(device, shape, dtype)`` makes missing outputs."""
+
+def add_rms_norm_nvfp4(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    eps: float,
+    global_scale: Any,
+    layout: str,
+    out: Any | None,
+    out_scale: Any | None,
+    out_norm: Any | None,
+    second_scale: Any | None,
+    second_layout: str,
+    second_out: Any | None,
+    second_out_scale: Any | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> tuple[Any, ...]:
+    """``ops.nvfp4_quant.add_rms_norm_nvfp4``; ``allocate(device, shape, dtype)`` makes missing outputs."""
