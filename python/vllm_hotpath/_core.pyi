@@ -97,7 +97,6 @@ def kda_decode(
     allocate: Callable[[str, Sequence[int], str], Any],
     /,
 ) -> Any: ...
-
 def nvfp4_quantize(
     x: Any,
     global_scale: Any,
