@@ -7,7 +7,6 @@
 namespace hotpath {
 
 constexpr int kBlock = 16;  // elements that share a scale
-constexpr float kLargestCode = 6.0f;
 
 // ---- Scale layouts -----------------------------------------------------------------------------------------------
 
@@ -85,6 +84,7 @@ __device__ __forceinline__ void store_sixteen(uint8_t* address, const Sixteen& x
 
 // Arithmetic of a 16-bit dtype on two elements in a word. Maxima ignore NaN unless both operands are NaN.
 struct Bf16Pair : Bf16 {
+    static constexpr bool kRoundsToEightBits = true;
     static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) {
         uint32_t c;
         asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
@@ -103,6 +103,7 @@ struct Bf16Pair : Bf16 {
 };
 
 struct Fp16Pair : Fp16 {
+    static constexpr bool kRoundsToEightBits = false;
     static __device__ __forceinline__ uint32_t max(uint32_t a, uint32_t b) {
         uint32_t c;
         asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
@@ -128,6 +129,12 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+    uint32_t c;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+
 struct BlockScale {
     uint32_t byte;  // e4m3
     float factor;   // what an element is multiplied by
@@ -145,54 +152,66 @@ __device__ __forceinline__ BlockScale block_scale(float amax, float global_scale
 
 #if __CUDA_ARCH__ >= 1000
 
-template <bool kClamp>
-__device__ __forceinline__ uint32_t e2m1x8(const float (&y)[8]) {
-    uint32_t word;
+// The codes of eight elements, the first in the lowest nibble.
+template <bool kSpecial, class Pair>
+__device__ __forceinline__ uint32_t codes_of_eight(const uint32_t* words, float factor) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 two = Pair::floats(words[i]);
+        y[2 * i] = __fmul_rn(two.x, factor);
+        y[2 * i + 1] = __fmul_rn(two.y, factor);
+    }
+    uint32_t codes;
     asm("{\n\t.reg .b8 b0, b1, b2, b3;\n\t"
         "cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\n\t"
         "cvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n\t"
         "cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\n\t"
         "cvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n\t"
         "mov.b32 %0, {b0, b1, b2, b3};\n\t}"
-        : "=r"(word)
+        : "=r"(codes)
         : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]), "f"(y[4]), "f"(y[5]), "f"(y[6]), "f"(y[7]));
-    return word;
+    return codes;
 }
 
 #else
 
-// Eight codes without the instruction, in one rounding each. c is the sign of y times 2^e, e the exponent of y but at
-// least 0; the spacing of e2m1 there is 2^(e-1). Adding y to c * 2^22, whose last bit has that spacing, rounds y as e2m1
-// does and leaves the rounded mantissa in the last bits; the exponent adds two codes a step. The 3 in kMagic takes off the
-// codes that its bias adds, modulo 8. NaN comes out as code 7 without a sign. Beyond 7 the codes wrap: kClamp for those.
-template <bool kClamp>
-__device__ __forceinline__ uint32_t e2m1x8(const float (&y)[8]) {
-    constexpr float kMagic = 4194304.0f + 3.0f;
-    uint32_t word = 0;
+// The same without the instruction. The code of a magnitude y is the least of 2y, y + 2 and y/2 + 4, rounded to the
+// nearest even integer; adding 2^23 rounds so, in the one rounding of the fused multiply-add, and leaves the code in the
+// last bits, under constant bits that the sum of all eight takes off. Most of this runs beside the integer pipe, which
+// is the bound. Blocks with NaN, infinity or a product of 7 or more are special: they need a last minimum, and
+// signs from the products, of which NaN has none.
+template <bool kSpecial, class Pair>
+__device__ __forceinline__ uint32_t codes_of_eight(const uint32_t* words, float factor) {
+    constexpr float kInteger = 8388608.0f;
+    constexpr uint32_t kIntegerBits = 0x4B000000u;
+    uint32_t codes = 0u - kIntegerBits * 0x11111111u;
+    uint32_t signs = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        float v = y[i];
-        if constexpr (kClamp) v = fmaxf(fminf(v, kLargestCode), -kLargestCode);
-        const uint32_t c = (__float_as_uint(fmaxf(fabsf(v), 1.0f)) | __float_as_uint(v)) & 0xFF800000u;
-        const uint32_t sum = __float_as_uint(__fmaf_rn(__uint_as_float(c), kMagic, v));
-        const uint32_t rotated = __funnelshift_l(sum, sum, 1);  // exponent, mantissa, sign
-        word = __funnelshift_r(word, rotated + (rotated >> 22), 4);
+        const float2 two = Pair::floats(kSpecial ? words[i / 2] : words[i / 2] & 0x7FFF7FFFu);
+        float y = __fmul_rn(i % 2 ? two.y : two.x, factor);
+        if constexpr (kSpecial) {
+            signs |= (__float_as_uint(y) >> 31) << (4 * i + 3);
+            y = fabsf(y);
+        }
+        float code = fminf(fminf(__fmaf_rn(y, 2.0f, kInteger), __fadd_rn(y, kInteger + 2.0f)), __fmaf_rn(y, 0.5f, kInteger + 4.0f));
+        if constexpr (kSpecial) code = fminf(code, kInteger + 7.0f);
+        codes += __float_as_uint(code) << 4 * i;
     }
-    return (word >> 1 & 0x77777777u) | (word & 0x11111111u) << 3;
+    if constexpr (!kSpecial) {
+        const uint32_t a = __byte_perm(words[0], words[1], 0x7351), b = __byte_perm(words[2], words[3], 0x7351);
+        const uint32_t even = __byte_perm(a, b, 0x5410), odd = __byte_perm(a, b, 0x7632);
+        signs = (odd & 0x80808080u) | (even >> 4 & 0x08080808u);
+    }
+    return codes | signs;
 }
 
 #endif
 
-template <bool kClamp, class Pair>
+template <bool kSpecial, class Pair>
 __device__ __forceinline__ uint2 codes_of(const Sixteen& x, float factor) {
-    float y[2][8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float2 two = Pair::floats(x.w[i]);
-        y[i / 4][i % 4 * 2] = __fmul_rn(two.x, factor);
-        y[i / 4][i % 4 * 2 + 1] = __fmul_rn(two.y, factor);
-    }
-    return make_uint2(e2m1x8<kClamp>(y[0]), e2m1x8<kClamp>(y[1]));
+    return make_uint2(codes_of_eight<kSpecial, Pair>(x.w, factor), codes_of_eight<kSpecial, Pair>(x.w + 4, factor));
 }
 
 // Quantises a block: its codes, and its scale in `scale_byte`.
@@ -206,8 +225,13 @@ __device__ __forceinline__ uint2 quantize_block(const Sixteen& x, float global_s
     const BlockScale scale = block_scale(amax, global_scale, rcp_global_scale);
     scale_byte = scale.byte;
 #if __CUDA_ARCH__ < 1000
-    // A saturated or subnormal scale, and infinities.
-    if (!(__fmul_rn(amax, scale.factor) < 7.0f)) return codes_of<true, Pair>(x, scale.factor);
+    // The larger of two patterns is the larger magnitude, and NaN above all: a maximum that does not ignore it.
+    uint32_t largest = x.w[0] & 0x7FFF7FFFu;
+#pragma unroll
+    for (int i = 1; i < 8; ++i) largest = max_u16x2(largest, x.w[i] & 0x7FFF7FFFu);
+    const float2 any = Pair::floats(largest);
+    const bool plain = __fmul_rn(any.x, scale.factor) < 7.0f && __fmul_rn(any.y, scale.factor) < 7.0f;
+    if (!plain) return codes_of<true, Pair>(x, scale.factor);
 #endif
     return codes_of<false, Pair>(x, scale.factor);
 }
