@@ -153,8 +153,8 @@ __device__ __forceinline__ float sum_of_squares(const uint32_t* words) {
     return sum;
 }
 
-// 1 / rms of a row from every thread's two partial sums. kLanes / 2 threads, those that have no element included or
-// absent; blockDim.x is a multiple of 32.
+// 1 / rms of a row from every thread's two partial sums. The first kLanes / 2 threads have them; threads without an
+// element may be absent, in whole warps.
 template <int kLanes>
 __device__ __forceinline__ float inverse_rms(float even, float odd, uint32_t hidden, float eps) {
     constexpr int kWarps = kLanes / 32;
@@ -162,7 +162,7 @@ __device__ __forceinline__ float inverse_rms(float even, float odd, uint32_t hid
     float sum = __fadd_rn(even, odd);
 #pragma unroll
     for (int offset = 1; offset < 16; offset *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xFFFFFFFFu, sum, offset));
-    if (threadIdx.x % 16 == 0) warps[threadIdx.x / 16] = sum;
+    if (threadIdx.x % 16 == 0 && threadIdx.x < kLanes / 2) warps[threadIdx.x / 16] = sum;
     __syncthreads();
     float total = warps[0];
     const uint32_t used = blockDim.x / 16;
@@ -205,10 +205,11 @@ __device__ __forceinline__ void zero_padding(const OutputParams& out, uint64_t r
     if (piece < pieces) zero_padding_rows(out.scales, out.layout, rows, out.scale_cols, static_cast<uint32_t>(piece));
 }
 
-// One row a thread block of kLanes / 2 threads at most. With kHeld > 0 a thread holds its kHeld blocks of 16 in
-// registers; with 0 it takes any number of them and reads back the sums that it stored. Reads 4 bytes an element and
-// the weight, writes 2.56, or 4.56 with the normalised value.
-template <class Pair, int kLanes, int kHeld, bool kVector>
+// One row a thread block of kParts * kLanes / 2 threads at most. With kHeld > 0 a thread holds its kHeld blocks of 16 in
+// registers, and the second of two parts hands its sums to the first, to be added last. With 0 it takes any number of
+// blocks and reads back the sums that it stored. Reads 4 bytes an element and the weight, writes 2.56, or 4.56 with the
+// normalised value.
+template <class Pair, int kLanes, int kHeld, int kParts, bool kVector>
 __device__ __forceinline__ void add_rms_norm(const NormParams& p) {
     constexpr int kStep = kLanes / 2;
     wait_for_prior_grids();
@@ -230,10 +231,12 @@ __device__ __forceinline__ void add_rms_norm(const NormParams& p) {
     const float second_scale = p.second.packed ? load_f32(p.second.global_scale) : 1.0f;
     float even = 0.0f, odd = 0.0f;
     if constexpr (kHeld > 0) {
+        const uint32_t part = threadIdx.x / kStep, first = threadIdx.x % kStep + part * kHeld * kStep;
+        float square[kHeld][2];
         Sixteen sum[kHeld], weight[kHeld], old[kHeld];
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            const uint32_t col = threadIdx.x + i * kStep;
+            const uint32_t col = first + i * kStep;
             if (col < p.cols) {
                 sum[i] = load_sixteen<kVector>(x + col * (kBlock * 2));
                 old[i] = load_sixteen<kVector>(residual + col * (kBlock * 2));
@@ -243,21 +246,46 @@ __device__ __forceinline__ void add_rms_norm(const NormParams& p) {
         launch_dependent_grids();
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            const uint32_t col = threadIdx.x + i * kStep;
+            const uint32_t col = first + i * kStep;
+            square[i][0] = square[i][1] = 0.0f;
             if (col < p.cols) {
 #pragma unroll
                 for (int j = 0; j < 8; ++j) sum[i].w[j] = Pair::add(sum[i].w[j], old[i].w[j]);
                 store_sixteen<kVector>(residual + col * (kBlock * 2), sum[i]);
-                even = __fadd_rn(even, sum_of_squares<Pair>(sum[i].w));
-                odd = __fadd_rn(odd, sum_of_squares<Pair>(sum[i].w + 4));
+                square[i][0] = sum_of_squares<Pair>(sum[i].w);
+                square[i][1] = sum_of_squares<Pair>(sum[i].w + 4);
                 if constexpr (kHeld > 1) weight[i] = load_sixteen<kVector>(p.weight + col * (kBlock * 2));
+            }
+        }
+        if constexpr (kParts == 1) {
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i) {
+                even = __fadd_rn(even, square[i][0]);
+                odd = __fadd_rn(odd, square[i][1]);
+            }
+        } else {
+            __shared__ float handed[kHeld][2][kStep];
+            if (part == 1) {
+#pragma unroll
+                for (int i = 0; i < kHeld; ++i) {
+                    handed[i][0][threadIdx.x - kStep] = square[i][0];
+                    handed[i][1][threadIdx.x - kStep] = square[i][1];
+                }
+            }
+            __syncthreads();
+            if (part == 0) {
+#pragma unroll
+                for (int i = 0; i < 2 * kHeld; ++i) {
+                    even = __fadd_rn(even, i < kHeld ? square[i % kHeld][0] : handed[i % kHeld][0][threadIdx.x]);
+                    odd = __fadd_rn(odd, i < kHeld ? square[i % kHeld][1] : handed[i % kHeld][1][threadIdx.x]);
+                }
             }
         }
         const float factor = inverse_rms<kLanes>(even, odd, hidden, p.eps);
         const float rcp = rcp_approx(global_scale), second_rcp = rcp_approx(second_scale);
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
-            const uint32_t col = threadIdx.x + i * kStep;
+            const uint32_t col = first + i * kStep;
             if (col < p.cols) {
                 const Sixteen norm = normalize<Pair>(sum[i], weight[i], factor);
                 store_quantized<Pair>(p.out, norm, row, col, p.cols, global_scale, rcp);
@@ -306,16 +334,16 @@ QUANTIZE(silu_mul_nvfp4_bf16_unaligned, Bf16Pair, true, false, 1)
 QUANTIZE(silu_mul_nvfp4_fp16, Fp16Pair, true, true, 1)
 QUANTIZE(silu_mul_nvfp4_fp16_unaligned, Fp16Pair, true, false, 1)
 
-#define ADD_RMS_NORM(name, pair, lanes, held, vector)                                                    \
-    extern "C" __global__ void __launch_bounds__((lanes) / 2) name(const __grid_constant__ NormParams p) { \
-        add_rms_norm<pair, lanes, held, vector>(p);                                                      \
+#define ADD_RMS_NORM(name, pair, lanes, held, parts, vector)                                                       \
+    extern "C" __global__ void __launch_bounds__((parts) * (lanes) / 2) name(const __grid_constant__ NormParams p) { \
+        add_rms_norm<pair, lanes, held, parts, vector>(p);                                                         \
     }
 
 #define ADD_RMS_NORMS(dtype, pair)                                                      \
-    ADD_RMS_NORM(add_rms_norm_nvfp4_##dtype##_few, pair, 1024, 1, true)                 \
-    ADD_RMS_NORM(add_rms_norm_nvfp4_##dtype##_few_generic, pair, 1024, 0, false)        \
-    ADD_RMS_NORM(add_rms_norm_nvfp4_##dtype##_many, pair, 256, 4, true)                 \
-    ADD_RMS_NORM(add_rms_norm_nvfp4_##dtype##_many_generic, pair, 256, 0, false)
+    ADD_RMS_NORM(add_rms_norm_nvfp4_##dtype##_few, pair, 1024, 1, 1, true)              \
+    ADD_RMS_NORM(add_rms_norm_nvfp4_##dtype##_few_generic, pair, 1024, 0, 1, false)     \
+    ADD_RMS_NORM(add_rms_norm_nvfp4_##dtype##_many, pair, 256, 2, 2, true)              \
+    ADD_RMS_NORM(add_rms_norm_nvfp4_##dtype##_many_generic, pair, 256, 0, 1, false)
 
 ADD_RMS_NORMS(bf16, Bf16Pair)
 ADD_RMS_NORMS(fp16, Fp16Pair)

@@ -108,6 +108,11 @@ fn borrow_tensors(tensors: Bound<'_, PyTuple>) -> Result<usize> {
 }
 
 #[pyfunction]
+fn approximate_reciprocals(py: Python<'_>) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &mufu::reciprocals())
+}
+
+#[pyfunction]
 fn fatbin<'py>(py: Python<'py>, stem: &str) -> Result<Bound<'py, PyBytes>> {
     match Fatbin::of(stem) {
         Some(fatbin) => Ok(PyBytes::new(py, fatbin.bytes)),
@@ -129,8 +134,8 @@ mod _core {
 
     #[pymodule_export]
     use super::{
-        borrow_tensors, build_info, cuda_info, exchange_api_version, fatbin, needs_dispatcher,
-        unsupported_reason,
+        approximate_reciprocals, borrow_tensors, build_info, cuda_info, exchange_api_version, fatbin,
+        needs_dispatcher, unsupported_reason,
     };
     #[pymodule_export]
     use crate::ops::bench_stream::{bench_launch, bench_rmw, bench_stream};

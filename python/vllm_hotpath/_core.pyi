@@ -5,6 +5,7 @@ from typing import Any
 
 __all__ = [
     "add_rms_norm_nvfp4",
+    "approximate_reciprocals",
     "bench_launch",
     "bench_rmw",
     "bench_stream",
@@ -52,6 +53,9 @@ def bench_rmw(pool: object, offset: int, stride: int, tiles: int, tile_bytes: in
     Tile i starts ``offset + i * stride`` bytes into the pool; 1 to 16 thread blocks (``split``, a power
     of two) share 64 KiB. The traffic floor of ops that update a state in place.
     """
+
+def approximate_reciprocals() -> bytes:
+    """The CPU's ``rcp.approx.ftz.f32`` of 1 to 2 in steps of 2^-23, fp32. For the tests."""
 
 def fatbin(stem: str) -> bytes:
     """The embedded fatbin of ``kernels/<stem>.cu``, for the machine-code test."""

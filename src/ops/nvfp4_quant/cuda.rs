@@ -15,8 +15,9 @@ const THREADS: u32 = 128;
 /// Threads of a norm with 1024 lanes, and blocks of 16 that a row may have for its registers to hold it.
 const FEW_THREADS: u32 = 512;
 const FEW_HELD: u32 = 512;
-/// The same with 256 lanes.
+/// The same with 256 lanes; where registers hold the row, two threads share what would be one's.
 const MANY_THREADS: u32 = 128;
+const MANY_PARTS: u32 = 2;
 const MANY_HELD: u32 = 512;
 const WARP: u32 = 32;
 
@@ -45,7 +46,8 @@ kernels! {
 
 pub const QUANTIZE_KERNELS: &[&Kernel] =
     &[&QUANTIZE_BF16, &QUANTIZE_BF16_UNALIGNED, &QUANTIZE_FP16, &QUANTIZE_FP16_UNALIGNED];
-pub const SILU_MUL_KERNELS: &[&Kernel] = &[&SILU_BF16, &SILU_BF16_UNALIGNED, &SILU_FP16, &SILU_FP16_UNALIGNED];
+pub const SILU_MUL_KERNELS: &[&Kernel] =
+    &[&SILU_BF16, &SILU_BF16_UNALIGNED, &SILU_FP16, &SILU_FP16_UNALIGNED];
 pub const ADD_RMS_NORM_KERNELS: &[&Kernel] = &[
     &NORM_BF16_FEW,
     &NORM_BF16_FEW_GENERIC,
@@ -211,8 +213,12 @@ pub fn run_norm(plan: &NormPlan<'_>, index: i32, stream: Stream) -> Result<()> {
         (_, false, false) => &NORM_FP16_MANY_GENERIC,
     };
     // Threads without an element only add zeros to the sum.
-    let threads = if few { FEW_THREADS } else { MANY_THREADS };
-    let threads = threads.min((cols as u32).next_multiple_of(WARP));
+    let needed = (cols as u32).next_multiple_of(WARP);
+    let threads = match (few, held) {
+        (true, _) => FEW_THREADS.min(needed),
+        (false, true) => MANY_THREADS * MANY_PARTS,
+        (false, false) => MANY_THREADS.min(needed),
+    };
     let padding =
         |to: &Quantized<'_>| padding_pieces(to.layout, plan.rows, cols).div_ceil(u64::from(threads)) as u32;
     let nothing = OutputParams {

@@ -179,7 +179,14 @@ impl<'py> Outputs<'py> {
         let aligned = if layout == Layout::Linear { 1 } else { 16 };
         let others = others.iter().copied().chain([&*packed]);
         let dtypes = [DType::U8, DType::F8_E4M3];
-        check_output(scales, scales_shape, "one scale a block, padded to the layout", &dtypes, aligned, others)?;
+        check_output(
+            scales,
+            scales_shape,
+            "one scale a block, padded to the layout",
+            &dtypes,
+            aligned,
+            others,
+        )?;
         Ok(made)
     }
 }
