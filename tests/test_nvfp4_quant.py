@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import numpy as np
@@ -23,9 +24,16 @@ from tests.nvfp4_cases import (
     values,
 )
 from tests.reference import nvfp4_quant as reference
+from vllm_hotpath import _core
 
 DTYPES = (BF16, FP16)
 _SCALES = (1.0, 2.0**-9, 448 * 6 / 3.7, 0.02, 1e4, 3e38, 1e-38, 1e-40, 0.0, -1.5, float("inf"), float("nan"))
+
+
+def test_reciprocals_are_those_of_the_gpu() -> None:
+    """The digest is of ``rcp.approx.ftz.f32`` on an H200, for all mantissas."""
+    digest = hashlib.sha256(_core.approximate_reciprocals()).hexdigest()
+    assert digest == "c408381446132e07fa5581e930dc33fb790bea7ec4276ef3621e322df2492a55"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

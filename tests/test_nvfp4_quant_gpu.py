@@ -12,6 +12,7 @@ import vllm_hotpath
 from tests import cuda_probe
 from tests.helpers import BF16, FP16, POISON, assert_same_bits, every_pattern, random_patterns
 from tests.nvfp4_cases import LAYOUTS, Norm, check_quantize, placed, scale_of, values
+from vllm_hotpath import _core
 from vllm_hotpath.bench import peers
 
 OPS = ("nvfp4_quantize", "silu_mul_nvfp4", "add_rms_norm_nvfp4")
@@ -25,6 +26,16 @@ def _assert_same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...], 
     for name, ours, theirs in zip(("out", "out_scale", "second", "second scale"), got, want, strict=False):
         assert ours.is_cuda
         assert_same_bits(ours, theirs, f"{what} {name}")
+
+
+def test_the_cpus_reciprocal_is_that_of_the_gpu_for_every_mantissa() -> None:
+    cpu = torch.frombuffer(bytearray(_core.approximate_reciprocals()), dtype=torch.int32)
+    assert torch.equal(cuda_probe.reciprocals(0x3F800000, 2**23).cpu(), cpu)
+    # The exponent only scales: the smallest and the largest whose results are normal numbers.
+    for exponent in (1, 252):
+        got = cuda_probe.reciprocals(exponent << 23, 2**23).cpu()
+        assert torch.equal(got, cpu - ((exponent - 127) << 23)), exponent
+    assert not cuda_probe.reciprocals((253 << 23) + 256, 2**23 - 256).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
