@@ -37,9 +37,9 @@ impl Table {
         let positions = 1_usize << self.bits;
         let (segment, x) = ((index >> self.bits) as usize, index as usize & (positions - 1));
         let coefficient = |k: usize| i64::from(i32::from_le_bytes(self.word(segment * 12 + 4 * k)));
-        let square = (x as i64 * x as i64 >> (2 * self.bits - FRACTION))
+        let square = ((x as i64 * x as i64) >> (2 * self.bits - FRACTION))
             - i64::from(self.bytes[COEFFICIENT_BYTES + x]);
-        let linear = coefficient(1) * (x as i64) << (FRACTION - self.bits);
+        let linear = (coefficient(1) * x as i64) << (FRACTION - self.bits);
         let sum = (coefficient(0) << (FRACTION - 4)) + linear + coefficient(2) * square;
         (sum >> FRACTION) as u32 + HALF + self.correction(index, COEFFICIENT_BYTES + positions)
     }

@@ -120,7 +120,7 @@ mod tests {
             assert_eq!(e2m1(tie.next_down()), code);
             assert_eq!(e2m1(tie), (code + 1) & !1);
             assert_eq!(e2m1(tie.next_up()), code + 1);
-            assert_eq!(e2m1(-tie.next_up()), code + 1 | 8);
+            assert_eq!(e2m1(-tie.next_up()), (code + 1) | 8);
         }
         assert_eq!([f32::INFINITY, -0.0, f32::NAN, -f32::NAN].map(e2m1), [7, 8, 7, 7]);
     }

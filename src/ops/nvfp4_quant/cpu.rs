@@ -45,7 +45,7 @@ impl<'a> Sink<'a> {
                 scale_cols: scale_cols as usize,
                 packed: to.packed.data.offset((expert * rows * width / 2) as isize),
                 scales: to.scales.data.offset((expert * scale_rows * scale_cols) as isize),
-                global_scale: to.global_scale.data.cast::<f32>().offset(scale as isize).read(),
+                global_scale: f32::from_ne_bytes(read(to.global_scale.data, scale as usize)),
             }
         }
     }
@@ -94,7 +94,7 @@ fn run_as<F: Rounded>(plan: &Plan<'_>) {
         let sink = Sink::new(&plan.out, expert, plan.rows, plan.width);
         sink.zero_padding_rows();
         // SAFETY: int32 on the CPU, one for each expert.
-        let count = plan.row_counts.map(|t| unsafe { t.data.cast::<i32>().offset(expert as isize).read() });
+        let count = plan.row_counts.map(|t| i32::from_ne_bytes(unsafe { read(t.data, expert as usize) }));
         let live = count.map_or(plan.rows, |count| plan.rows.min(i64::from(count.max(0))));
         let base = if row_dim == 1 { expert * plan.x.byte_stride(0) } else { 0 };
         for_ranges(live as u64, (width * 3) as u64, |range| {
@@ -102,14 +102,14 @@ fn run_as<F: Rounded>(plan: &Plan<'_>) {
             for row in range {
                 let offset = base + row as i64 * plan.x.byte_stride(row_dim);
                 // SAFETY: a row of x: `width` elements, twice that with a gate.
-                let at = unsafe { plan.x.data.offset(offset as isize).cast::<u16>() };
+                let at = unsafe { plan.x.data.offset(offset as isize) };
                 for (i, value) in values.iter_mut().enumerate() {
-                    // SAFETY: as above; the base is 2-byte aligned.
-                    let x = F::to_f32(unsafe { at.add(i).read() });
+                    // SAFETY: as above.
+                    let x = F::to_f32(u16::from_ne_bytes(unsafe { read(at, i) }));
                     *value = x;
                     if plan.silu {
                         // SAFETY: as above.
-                        let up = F::to_f32(unsafe { at.add(width + i).read() });
+                        let up = F::to_f32(u16::from_ne_bytes(unsafe { read(at, width + i) }));
                         *value = F::to_f32(F::from_f32(F::to_f32(F::from_f32(silu(x))) * up));
                     }
                 }
@@ -126,17 +126,27 @@ pub fn run_norm(plan: &NormPlan<'_>) {
     }
 }
 
+/// Element `index` behind a pointer, as its bytes.
+///
+/// # Safety
+/// There is such an element.
+unsafe fn read<const BYTES: usize>(at: *const u8, index: usize) -> [u8; BYTES] {
+    // SAFETY: the caller's promise; bytes have no alignment.
+    unsafe { at.cast::<[u8; BYTES]>().add(index).read() }
+}
+
 /// Pointer to a row of 16-bit elements.
 ///
 /// # Safety
 /// `row` lies in the tensor.
-unsafe fn row_of(tensor: &Tensor, row: i64) -> *mut u16 {
-    // SAFETY: the caller's promise; checked to be 2-byte aligned.
+unsafe fn row_of(tensor: &Tensor, row: i64) -> *mut [u8; 2] {
+    // SAFETY: the caller's promise.
     unsafe { tensor.data.offset((row * tensor.byte_stride(0)) as isize).cast() }
 }
 
 fn run_norm_as<F: Rounded>(plan: &NormPlan<'_>) {
     let width = plan.width as usize;
+    let value_of = |bytes: [u8; 2]| F::to_f32(u16::from_ne_bytes(bytes));
     let sinks: Vec<Sink<'_>> = [Some(&plan.out), plan.second.as_ref()]
         .into_iter()
         .flatten()
@@ -147,7 +157,8 @@ fn run_norm_as<F: Rounded>(plan: &NormPlan<'_>) {
     }
     // SAFETY: `width` elements with stride 1.
     let weight: Vec<f32> =
-        (0..width).map(|i| F::to_f32(unsafe { plan.weight.data.cast::<u16>().add(i).read() })).collect();
+        (0..width).map(|i| F::to_f32(u16::from_ne_bytes(unsafe { read(plan.weight.data, i) }))).collect();
+    let mean_of = f64::from(plan.width as i32) as f32;
     for_ranges(plan.rows as u64, (width * 6) as u64, |range| {
         let mut values = vec![0.0_f32; width];
         for row in range.map(|row| row as i64) {
@@ -156,16 +167,15 @@ fn run_norm_as<F: Rounded>(plan: &NormPlan<'_>) {
                 let (x, residual) = (row_of(plan.x, row), row_of(plan.residual, row));
                 for (i, value) in values.iter_mut().enumerate() {
                     // The sum of two 16-bit floats in fp32, rounded again, is their correctly rounded sum.
-                    let sum = F::from_f32(F::to_f32(x.add(i).read()) + F::to_f32(residual.add(i).read()));
-                    residual.add(i).write(sum);
+                    let sum = F::from_f32(value_of(x.add(i).read()) + value_of(residual.add(i).read()));
+                    residual.add(i).write(sum.to_ne_bytes());
                     *value = F::to_f32(sum);
                 }
-                let factor =
-                    rsqrt_approx(sum_of_squares(&values, plan.lanes()) / plan.width as f32 + plan.eps);
+                let factor = rsqrt_approx(sum_of_squares(&values, plan.lanes()) / mean_of + plan.eps);
                 for (i, value) in values.iter_mut().enumerate() {
                     let bits = F::from_f32(*value * factor * weight[i]);
                     if let Some(norm) = plan.norm {
-                        row_of(norm, row).add(i).write(bits);
+                        row_of(norm, row).add(i).write(bits.to_ne_bytes());
                     }
                     *value = F::to_f32(bits);
                 }

@@ -301,6 +301,17 @@ pub fn silu_mul_nvfp4<'py>(
     Ok((made.packed, made.scales))
 }
 
+/// A tensor of the dtype of x, on its device.
+fn check_like(tensor: &Tensor, x: &Tensor, shape: &[i64]) -> Result<()> {
+    if tensor.dtype != x.dtype {
+        return Err(tensor.type_error(format!("dtype {} (that of x)", x.dtype)));
+    }
+    tensor.expect_shape(shape, "rows and K of x")?;
+    tensor.expect_last_stride_1()?;
+    tensor.expect_device(x.device, x.name)?;
+    tensor.expect_aligned(2)
+}
+
 /// Rows of an output in place: their elements do not overlap.
 fn check_rows_apart(tensor: &Tensor, width: i64) -> Result<()> {
     tensor.expect_writable()?;
@@ -339,15 +350,8 @@ pub fn add_rms_norm_nvfp4<'py>(
     let shape = [rows, width];
     arguments.read(residual, &mut sums)?;
     arguments.read(weight, &mut gain)?;
-    for (tensor, shape) in [(&sums, &shape[..]), (&gain, &shape[1..])] {
-        if tensor.dtype != source.dtype {
-            return Err(tensor.type_error(format!("dtype {} (that of x)", source.dtype)));
-        }
-        tensor.expect_shape(shape, "rows and K of x")?;
-        tensor.expect_last_stride_1()?;
-        tensor.expect_device(source.device, source.name)?;
-        tensor.expect_aligned(2)?;
-    }
+    check_like(&sums, &source, &shape)?;
+    check_like(&gain, &source, &shape[1..])?;
     check_rows_apart(&sums, width)?;
     sums.expect_apart_from(&source)?;
     sums.expect_apart_from(&gain)?;
@@ -361,13 +365,7 @@ pub fn add_rms_norm_nvfp4<'py>(
     let mut norm = Tensor::unset(op, "out_norm");
     if let Some(object) = out_norm {
         arguments.read(object, &mut norm)?;
-        if norm.dtype != source.dtype {
-            return Err(norm.type_error(format!("dtype {} (that of x)", source.dtype)));
-        }
-        norm.expect_shape(&shape, "rows and K of x")?;
-        norm.expect_last_stride_1()?;
-        norm.expect_device(source.device, source.name)?;
-        norm.expect_aligned(2)?;
+        check_like(&norm, &source, &shape)?;
         check_rows_apart(&norm, width)?;
         // A row of x is read in full before its norm is written, so the norm may replace x.
         let replaces_x = norm.data == source.data && norm.stride(0) == source.stride(0);
