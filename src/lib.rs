@@ -4,6 +4,8 @@ mod cuda;
 mod dlpack;
 mod error;
 mod fp8;
+mod mufu;
+mod nvfp4;
 mod ops;
 mod overlap;
 mod parallel;
@@ -107,6 +109,11 @@ fn borrow_tensors(tensors: Bound<'_, PyTuple>) -> Result<usize> {
 }
 
 #[pyfunction]
+fn approximate_reciprocals(py: Python<'_>) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &mufu::reciprocals())
+}
+
+#[pyfunction]
 fn fatbin<'py>(py: Python<'py>, stem: &str) -> Result<Bound<'py, PyBytes>> {
     match Fatbin::of(stem) {
         Some(fatbin) => Ok(PyBytes::new(py, fatbin.bytes)),
@@ -128,8 +135,8 @@ mod _core {
 
     #[pymodule_export]
     use super::{
-        borrow_tensors, build_info, cuda_info, exchange_api_version, fatbin, needs_dispatcher,
-        unsupported_reason,
+        approximate_reciprocals, borrow_tensors, build_info, cuda_info, exchange_api_version, fatbin,
+        needs_dispatcher, unsupported_reason,
     };
     #[pymodule_export]
     use crate::ops::bench_stream::{bench_launch, bench_rmw, bench_stream};
@@ -137,6 +144,8 @@ mod _core {
     use crate::ops::kda_decode::{kda_decode, kda_decode_spec};
     #[pymodule_export]
     use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
+    #[pymodule_export]
+    use crate::ops::nvfp4_quant::{add_rms_norm_nvfp4, nvfp4_quantize, silu_mul_nvfp4};
     #[pymodule_export]
     use crate::overlap::SideStream;
 }

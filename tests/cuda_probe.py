@@ -108,3 +108,46 @@ def load_late_copy() -> Callable[[torch.Tensor, torch.Tensor], None]:
         _check(_driver().cuLaunchKernel(function, 16, 1, 1, 256, 1, 1, 0, stream, parameters, None))
 
     return late_copy
+
+
+_RECIPROCALS = b"""
+.version 8.0
+.target sm_90
+.address_size 64
+
+.visible .entry reciprocals(.param .u64 target, .param .u32 first)
+{
+    .reg .b32 %i, %block, %width, %thread, %first, %bits;
+    .reg .f32 %x, %y;
+    .reg .b64 %to, %offset;
+
+    ld.param.u64 %to, [target];
+    ld.param.u32 %first, [first];
+    cvta.to.global.u64 %to, %to;
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %width, %ntid.x;
+    mov.u32 %thread, %tid.x;
+    mad.lo.u32 %i, %block, %width, %thread;
+    add.u32 %bits, %first, %i;
+    mov.b32 %x, %bits;
+    rcp.approx.ftz.f32 %y, %x;
+    mul.wide.u32 %offset, %i, 4;
+    add.u64 %to, %to, %offset;
+    st.global.f32 [%to], %y;
+    ret;
+}
+"""
+
+
+def reciprocals(first: int, count: int) -> torch.Tensor:
+    """``rcp.approx.ftz.f32`` of ``count`` (a multiple of 256) fp32 patterns from ``first`` on, as int32."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    out = torch.empty(count, dtype=torch.int32, device="cuda")
+    _check(_driver().cuModuleLoadData(ctypes.byref(module), _RECIPROCALS))
+    _check(_driver().cuModuleGetFunction(ctypes.byref(function), module, b"reciprocals"))
+    values = (ctypes.c_uint64(out.data_ptr()), ctypes.c_uint32(first))
+    parameters = (ctypes.c_void_p * 2)(*map(ctypes.addressof, values))
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    _check(_driver().cuLaunchKernel(function, count // 256, 1, 1, 256, 1, 1, 0, stream, parameters, None))
+    torch.cuda.synchronize()
+    return out

@@ -120,6 +120,13 @@ def test_fast_pack_kernels_load_and_store_16_bytes_or_more(kernels: tuple[Kernel
         )
 
 
+@pytest.mark.parametrize("kernels", ["nvfp4_quant"], indirect=True)
+def test_e2m1_is_converted_by_the_instruction_where_there_is_one(kernels: tuple[Kernel, ...]) -> None:
+    for kernel in kernels:
+        native = re.search(r"\bF2FP\.\S*E2M1", kernel.sass)
+        assert (native is None) == kernel.target.startswith("sm_90"), f"{kernel.target} {kernel.name}"
+
+
 def test_mla_kv_pack_is_built() -> None:
     assert "mla_kv_pack" in STEMS
     assert INFO["kernels"]["mla_kv_pack"]

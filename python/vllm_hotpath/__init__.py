@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_hotpath.ops import Support, is_supported
     from vllm_hotpath.ops.kda_decode import kda_decode, kda_decode_spec
     from vllm_hotpath.ops.mla_kv_pack import mla_kv_concat, mla_kv_concat_quant_fp8
+    from vllm_hotpath.ops.nvfp4_quant import add_rms_norm_nvfp4, nvfp4_quantize, silu_mul_nvfp4
     from vllm_hotpath.overlap import ForkJoin, run_overlapped
 
 __version__: str = _build_info()["version"]
@@ -32,12 +33,15 @@ __all__ = [
     "ForkJoin",
     "Support",
     "__version__",
+    "add_rms_norm_nvfp4",
     "is_supported",
     "kda_decode",
     "kda_decode_spec",
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
+    "nvfp4_quantize",
     "run_overlapped",
+    "silu_mul_nvfp4",
 ]
 
 

@@ -5,6 +5,8 @@ from typing import Any, ClassVar, final
 
 __all__ = [
     "SideStream",
+    "add_rms_norm_nvfp4",
+    "approximate_reciprocals",
     "bench_launch",
     "bench_rmw",
     "bench_stream",
@@ -18,6 +20,8 @@ __all__ = [
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
     "needs_dispatcher",
+    "nvfp4_quantize",
+    "silu_mul_nvfp4",
     "unsupported_reason",
 ]
 
@@ -51,9 +55,9 @@ def bench_rmw(
     """Read and rewrite ``tiles`` stretches of ``tile_bytes`` in a contiguous uint8 ``pool``.
 
     Tile i starts ``offset + i * stride`` bytes into the pool; 1 to 16 thread blocks (``split``, a power
-    of two) share 64 KiB. ``order``, int32 ``[tiles, places]``, says which
-    stretch each tile reads and, from its second column on, to which it writes instead of rewriting that one;
-    None is the order of memory. The traffic floor of ops that update a state in place.
+    of two) share 64 KiB. ``order``, int32 ``[tiles, places]``, says which stretch each tile reads and, from
+    its second column on, to which it writes instead of rewriting that one; None is the order of memory. The
+    traffic floor of ops that update a state in place.
     """
 
 @final
@@ -85,6 +89,9 @@ class SideStream:
 
     def close(self) -> None:
         """Count a fork as joined that cannot be."""
+
+def approximate_reciprocals() -> bytes:
+    """The CPU's ``rcp.approx.ftz.f32`` of 1 to 2 in steps of 2^-23, fp32. For the tests."""
 
 def fatbin(stem: str) -> bytes:
     """The embedded fatbin of ``kernels/<stem>.cu``, for the machine-code test."""
@@ -155,3 +162,45 @@ def kda_decode_spec(
     allocate: Callable[[str, Sequence[int], str], Any],
     /,
 ) -> Any: ...
+
+def nvfp4_quantize(
+    x: Any,
+    global_scale: Any,
+    layout: str,
+    out: Any | None,
+    out_scale: Any | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> tuple[Any, Any]:
+    """``ops.nvfp4_quant.nvfp4_quantize``; ``allocate(device, shape, dtype)`` makes missing outputs."""
+
+def silu_mul_nvfp4(
+    gate_up: Any,
+    global_scale: Any,
+    layout: str,
+    mask_m: Any | None,
+    out: Any | None,
+    out_scale: Any | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> tuple[Any, Any]:
+    """``ops.nvfp4_quant.silu_mul_nvfp4``; ``allocate(device, shape, dtype)`` makes missing outputs."""
+
+def add_rms_norm_nvfp4(
+    x: Any,
+    residual: Any,
+    weight: Any,
+    eps: float,
+    global_scale: Any,
+    layout: str,
+    out: Any | None,
+    out_scale: Any | None,
+    out_norm: Any | None,
+    second_scale: Any | None,
+    second_layout: str,
+    second_out: Any | None,
+    second_out_scale: Any | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> tuple[Any, ...]:
+    """``ops.nvfp4_quant.add_rms_norm_nvfp4``; ``allocate(device, shape, dtype)`` makes missing outputs."""

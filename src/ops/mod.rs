@@ -3,6 +3,7 @@
 pub mod bench_stream;
 pub mod kda_decode;
 pub mod mla_kv_pack;
+pub mod nvfp4_quant;
 
 use pyo3::prelude::*;
 
@@ -18,8 +19,16 @@ pub struct Op {
 }
 
 /// One line per op.
-pub static OPS: &[Op] =
-    &[mla_kv_pack::CONCAT, mla_kv_pack::PACK, kda_decode::DECODE, kda_decode::SPEC, bench_stream::STREAM];
+pub static OPS: &[Op] = &[
+    mla_kv_pack::CONCAT,
+    mla_kv_pack::PACK,
+    kda_decode::DECODE,
+    kda_decode::SPEC,
+    nvfp4_quant::QUANTIZE,
+    nvfp4_quant::SILU_MUL,
+    nvfp4_quant::ADD_RMS_NORM,
+    bench_stream::STREAM,
+];
 
 /// The caller's output, or a new one that `allocate` makes.
 fn output<'py>(

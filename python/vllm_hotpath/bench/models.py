@@ -13,6 +13,7 @@ class Model:
     """Attention sizes of a model, in elements, and the tensor-parallel sizes it is served with.
 
     ``heads`` are those of its MLA layers, ``kda_heads`` those of its Kimi Delta Attention layers, 0 without.
+    ``hidden`` and ``moe_intermediate`` are the widths of an NVFP4 mixture of experts, 0 without one.
     """
 
     name: str
@@ -23,6 +24,8 @@ class Model:
     rope: int = 64
     v: int = 128
     kda_heads: int = 0
+    hidden: int = 0
+    moe_intermediate: int = 0
 
     def heads_per_rank(self, tp: int) -> int:
         """Heads of an MLA layer on one of ``tp`` ranks.
@@ -50,8 +53,8 @@ MODELS: dict[str, Model] = {
     model.name: model
     for model in (
         Model("kimi-k3", "Kimi-K3", heads=96, tp_sizes=(1, 2, 4, 8, 16, 32), kda_heads=96),
-        Model("kimi-k2.6", "Kimi-K2.6", heads=64, tp_sizes=(1, 2, 4, 8, 16, 32)),
-        Model("deepseek-v3", "DeepSeek-V3", heads=128, tp_sizes=(1, 2, 4, 8, 16, 32)),
+        Model("kimi-k2.6", "Kimi-K2.6", 64, (1, 2, 4, 8, 16, 32), hidden=7168, moe_intermediate=2048),
+        Model("deepseek-v3", "DeepSeek-V3", 128, (1, 2, 4, 8, 16, 32), hidden=7168, moe_intermediate=2048),
         Model("kimi-linear", "Kimi-Linear", heads=32, tp_sizes=(1, 2, 4, 8), kda_heads=32),
     )
 }
