@@ -19,6 +19,7 @@ from typing import Any
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 K3 = "vllm.models.kimi_k3.nvidia.mla"
 K3_OPS = "vllm.models.kimi_k3.nvidia.ops.fused_mla_key_concat_kv_cache"
+K3_MODEL = "vllm.models.kimi_k3.nvidia.model"
 FLAG = "VLLM_HOTPATH_MLA_KV_PACK"
 
 

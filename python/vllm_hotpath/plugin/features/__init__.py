@@ -1,5 +1,6 @@
 """The features of this version. Each file has one op's patches, and when they step aside."""
 
 from vllm_hotpath.plugin.features.mla_kv_pack import K3_DCP_KV_PACK, MLA_KV_PACK
+from vllm_hotpath.plugin.features.moe_router import MOE_ROUTER
 
-FEATURES = (MLA_KV_PACK, K3_DCP_KV_PACK)
+FEATURES = (MLA_KV_PACK, K3_DCP_KV_PACK, MOE_ROUTER)
