@@ -136,4 +136,6 @@ mod _core {
     use crate::ops::kda_decode::kda_decode;
     #[pymodule_export]
     use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
+    #[pymodule_export]
+    use crate::ops::moe_router::moe_router;
 }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_hotpath.ops import Support, is_supported
     from vllm_hotpath.ops.kda_decode import kda_decode
     from vllm_hotpath.ops.mla_kv_pack import mla_kv_concat, mla_kv_concat_quant_fp8
+    from vllm_hotpath.ops.moe_router import moe_router
 
 __version__: str = _build_info()["version"]
 
@@ -25,7 +26,15 @@ _EXPORTS = {
     **{op: f"vllm_hotpath.ops.{stem}" for stem, ops in _OPS.items() for op in ops},
 }
 
-__all__ = ["Support", "__version__", "is_supported", "kda_decode", "mla_kv_concat", "mla_kv_concat_quant_fp8"]
+__all__ = [
+    "Support",
+    "__version__",
+    "is_supported",
+    "kda_decode",
+    "mla_kv_concat",
+    "mla_kv_concat_quant_fp8",
+    "moe_router",
+]
 
 
 def __getattr__(name: str) -> Any:

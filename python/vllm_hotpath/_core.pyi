@@ -15,6 +15,7 @@ __all__ = [
     "kda_decode",
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
+    "moe_router",
     "needs_dispatcher",
     "unsupported_reason",
 ]
@@ -94,3 +95,21 @@ def kda_decode(
     allocate: Callable[[str, Sequence[int], str], Any],
     /,
 ) -> Any: ...
+def moe_router(
+    hidden_states: object,
+    gate_weight: object,
+    top_k: int,
+    bias: object | None,
+    n_group: int,
+    topk_group: int,
+    scoring: str,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    logits_dtype: str | None,
+    out_logits: object | None,
+    topk_weights: object | None,
+    topk_ids: object | None,
+    workspace: object | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> tuple[Any, Any]: ...

@@ -3,4 +3,5 @@
 OPS: dict[str, tuple[str, ...]] = {
     "kda_decode": ("kda_decode",),
     "mla_kv_pack": ("mla_kv_concat", "mla_kv_concat_quant_fp8"),
+    "moe_router": ("moe_router",),
 }

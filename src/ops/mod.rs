@@ -3,6 +3,7 @@
 pub mod bench_stream;
 pub mod kda_decode;
 pub mod mla_kv_pack;
+pub mod moe_router;
 
 use pyo3::prelude::*;
 
@@ -18,7 +19,7 @@ pub struct Op {
 }
 
 /// One line per op.
-pub static OPS: &[Op] = &[mla_kv_pack::CONCAT, mla_kv_pack::PACK, kda_decode::DECODE, bench_stream::STREAM];
+pub static OPS: &[Op] = &[mla_kv_pack::CONCAT, mla_kv_pack::PACK, kda_decode::DECODE, moe_router::ROUTER, bench_stream::STREAM];
 
 /// The caller's output, or a new one that `allocate` makes.
 fn output<'py>(
