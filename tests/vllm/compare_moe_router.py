@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.helpers import BF16
+from tests.vllm.compare import counted
 from tests.vllm.driver import K3_MODEL, modules
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ HIDDEN = 64
 
 
 def make_gate(experts: int, dtype: torch.dtype = BF16, out_dtype: torch.dtype | None = None) -> Any:
-    """A gate as the model's constructor makes it, with logits far apart."""
+    """A gate as the model's constructor makes it; no two weights of a channel are equal."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
@@ -38,18 +39,23 @@ def make_gate(experts: int, dtype: torch.dtype = BF16, out_dtype: torch.dtype | 
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         gate = GateLinear(HIDDEN, experts, bias=False, out_dtype=out_dtype, params_dtype=dtype, prefix="gate")
     generator = torch.Generator().manual_seed(experts)
-    gate.weight.data.copy_(torch.randn(experts, HIDDEN, generator=generator) / 4)
+    columns = [torch.randperm(experts, generator=generator) for _ in range(HIDDEN)]
+    gate.weight.data.copy_((torch.stack(columns, dim=1) - experts / 2) / 16)
     return gate
 
 
 def make_router(experts: int, groups: int = 1, kept: int = 1, **options: Any) -> Any:
     cls = importlib.import_module(GROUPED).GroupedTopKRouter
     generator = torch.Generator().manual_seed(groups)
+    bias = nn.Parameter(torch.randn(experts, generator=generator), requires_grad=False)
     given = {
-        "top_k": 6, "renormalize": True, "scoring_func": "sigmoid", "routed_scaling_factor": 2.5,
-        "e_score_correction_bias": nn.Parameter(torch.randn(experts, generator=generator), requires_grad=False),
+        "top_k": 6,
+        "renormalize": True,
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "e_score_correction_bias": bias,
         **options,
-    }  # fmt: skip
+    }
     return cls(global_num_experts=experts, num_expert_group=groups, topk_group=kept, **given)
 
 
@@ -88,7 +94,13 @@ def make_runner(gate: Any, router: Any, indices: torch.dtype | None = None, **co
     nn.Module.__init__(runner)
     parallel = SimpleNamespace(use_all2all_kernels=config.pop("all2all", False))
     runner.moe_config = SimpleNamespace(
-        **{"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False, "moe_parallel_config": parallel, **config}
+        **{
+            "dp_size": 1,
+            "pcp_size": 1,
+            "is_sequence_parallel": False,
+            "moe_parallel_config": parallel,
+            **config,
+        }
     )
     runner.router, runner.gate, runner.layer_name = router, gate, "model.layers.3.mlp.experts"
     runner._fse_fuse_gate, runner._shared_experts = False, None
@@ -110,9 +122,15 @@ def context(is_padding: torch.Tensor | None = None) -> Iterator[None]:
         yield
 
 
-def run_layer(runner: Any, x: torch.Tensor, logits: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def run_layer(
+    runner: Any, x: torch.Tensor, logits: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The body of the opaque op; weights and ids in the order of the ids."""
-    layer = () if "layer" not in inspect.signature(type(runner)._forward_impl).parameters else (runner.experts_stand_in,)
+    layer = (
+        ()
+        if "layer" not in inspect.signature(type(runner)._forward_impl).parameters
+        else (runner.experts_stand_in,)
+    )
     experts = runner.experts_stand_in
     runner._forward_impl(*layer, x, x if logits is None else logits, None)
     weights, ids = experts.routed.pop()
@@ -125,7 +143,7 @@ def run_layer(runner: Any, x: torch.Tensor, logits: torch.Tensor | None = None) 
 
 
 def activations(tokens: int) -> torch.Tensor:
-    """One channel a row: its logits are the channel of the gate's weight, exactly, in any order of summation."""
+    """One channel a row: its logits are that channel of the gate, exactly, in any order of summation."""
     rng = torch.Generator().manual_seed(tokens)
     x = torch.zeros(tokens, 2 * HIDDEN, dtype=BF16)[:, :HIDDEN]
     channels = torch.randint(HIDDEN, (tokens,), generator=rng)
@@ -175,22 +193,24 @@ PADDING = torch.arange(64) % 4 == 3
 def cases(newest: bool) -> list[Case]:
     fp32 = {"out_dtype": torch.float32}
     half = torch.float16
+    unbiased = {"e_score_correction_bias": None}
+    bf16_bias = {"e_score_correction_bias": nn.Parameter(torch.randn(32).bfloat16())}
     found = [
         Case("bf16 logits", {}, {"experts": 32}),
         Case("fp32 logits", fp32, {"experts": 64, "routed_scaling_factor": 1.0}),
         Case("fp32 gate", {"dtype": torch.float32, **fp32}, {"experts": 32}, indices=torch.int32),
         Case("int64 indices", fp32, {"experts": 64, "groups": 8, "kept": 4}, indices=torch.int64),
         Case("all groups", {}, {"experts": 64, "groups": 4, "kept": 4, "renormalize": False}),
-        Case("no bias", {}, {"experts": 32, "e_score_correction_bias": None}),
-        Case("softmax", fp32, {"experts": 64, "scoring_func": "softmax", "e_score_correction_bias": None}),
+        Case("no bias", {}, {"experts": 32, **unbiased}),
+        Case("softmax", fp32, {"experts": 64, "scoring_func": "softmax", **unbiased}),
         Case("plain softmax", {}, {"experts": 64, "plain": True}),
         Case("monolithic", {}, {"experts": 32}, hooked=False, monolithic=True),
         Case("gate outside", {}, {"experts": 32}, hooked=False, logits_outside=True),
-        Case("best of groups", fp32, {"experts": 64, "groups": 8, "kept": 3, "e_score_correction_bias": None}, hooked=False),
+        Case("best of groups", fp32, {"experts": 64, "groups": 8, "kept": 3, **unbiased}),
         Case("odd groups", fp32, {"experts": 60, "groups": 7, "kept": 3}, hooked=False),
         Case("few experts", fp32, {"experts": 7}, hooked=False),
         Case("fp16 logits", {"dtype": half, "out_dtype": half}, {"experts": 32}, hooked=False),
-        Case("bf16 bias", fp32, {"experts": 32, "e_score_correction_bias": nn.Parameter(torch.randn(32).bfloat16())}, hooked=False),
+        Case("bf16 bias", fp32, {"experts": 32, **bf16_bias}, hooked=False),
         Case("sequence parallel", {}, {"experts": 32}, hooked=False, is_sequence_parallel=True),
         Case("all2all", {}, {"experts": 32}, hooked=False, all2all=True),
     ]  # fmt: skip
@@ -216,7 +236,9 @@ def kernels_of_torch() -> Iterator[None]:
         weights, ids = gating_output.float().softmax(-1).topk(topk, dim=-1)
         return (weights / weights.sum(-1, keepdim=True) if renormalize else weights), ids.int(), ids
 
-    def biased(gating_output: torch.Tensor, e_score_correction_bias: Any, topk: int, renormalize: bool, **_: Any) -> Any:
+    def biased(
+        gating_output: torch.Tensor, e_score_correction_bias: Any, topk: int, renormalize: bool, **_: Any
+    ) -> Any:
         scores = gating_output.float().sigmoid()
         ids = (scores + e_score_correction_bias).topk(topk, dim=-1).indices
         weights = scores.gather(-1, ids)
@@ -234,7 +256,9 @@ def check_same(case: Case, tokens: int, got: tuple[torch.Tensor, torch.Tensor]) 
     want_weights, want_ids = case.want[tokens]
     assert got[1].dtype == want_ids.dtype, where
     assert torch.equal(got[1], want_ids), where
-    torch.testing.assert_close(got[0], want_weights, atol=1e-6, rtol=1e-5, msg=lambda text: f"{where}: {text}")
+    torch.testing.assert_close(
+        got[0], want_weights, atol=1e-6, rtol=1e-5, msg=lambda text: f"{where}: {text}"
+    )
 
 
 def run() -> None:
@@ -262,19 +286,11 @@ def run() -> None:
 def check_case(case: Case) -> None:
     runner = case.make()
     for tokens in TOKENS:
-        with counted() as calls:
+        with counted("moe_router") as calls:
             check_same(case, tokens, case.run(runner, tokens))
         assert len(calls) == int(case.hooked and tokens <= 32), f"{case.name}, {tokens} tokens"
     gate = runner.outside[0] if case.logits_outside else runner.gate
     assert ("forward" in vars(gate)) == case.hooked, case.name
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[Any]]:
-    from tests.moe_router_stub import CALLS
-
-    CALLS.clear()
-    yield CALLS
 
 
 def check_derived_logits() -> None:

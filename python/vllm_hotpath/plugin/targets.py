@@ -50,6 +50,7 @@ class Definition(NamedTuple):
     parameters: tuple[str, ...]
     hash: str
     line: int
+    decorators: int
 
 
 class Probe(NamedTuple):
@@ -144,4 +145,5 @@ def _define(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list
         tuple(argument.arg for argument in every),
         hashlib.sha256(text).hexdigest()[:16],
         first,
+        len(node.decorator_list),
     )

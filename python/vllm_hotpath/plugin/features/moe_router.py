@@ -129,10 +129,15 @@ def _reason_of_numbers(router: Any, gate: Any) -> str:
         return "its gate weight is fp32, its logits are not"
     experts, hidden = weight.shape
     groups, _ = _groups(router)
-    if experts not in _EXPERTS or hidden % 8 or router.top_k > min(_MAX_TOP_K, experts) or groups > _MAX_GROUPS:
+    if (
+        experts not in _EXPERTS
+        or hidden % 8
+        or router.top_k > min(_MAX_TOP_K, experts)
+        or groups > _MAX_GROUPS
+    ):
         return f"{experts} experts in {groups} groups, top {router.top_k}, of {hidden} channels"
-    if groups > 1 and (bias is None or experts <= groups or experts % groups):
-        return f"its {groups} groups of {experts} experts are not chosen by the sum of their two best"
+    if groups > 1 and (experts <= groups or experts % groups):
+        return f"{experts} experts do not make {groups} groups"
     if groups > 1 and router.top_k > experts // groups * router.topk_group:
         return f"top {router.top_k} of {router.topk_group} groups of {experts // groups} experts"
     if bias is not None and (
@@ -221,7 +226,11 @@ class _Gate:
         import torch
 
         given = _out_dtype(self._gate)
-        if given is None and tokens <= _DSV3_GEMM_TOKENS and getattr(self._gate, "allow_dsv3_router_gemm", False):
+        if (
+            given is None
+            and tokens <= _DSV3_GEMM_TOKENS
+            and getattr(self._gate, "allow_dsv3_router_gemm", False)
+        ):
             # 0.22.1 allocates this GEMM's logits without a dtype.
             return torch.get_default_dtype()
         return given or torch.bfloat16
