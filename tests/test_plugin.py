@@ -223,7 +223,7 @@ def test_a_line_is_seen_also_where_logging_is_not_set_up_yet(tmp_path: Path) -> 
 
 def test_table_says_what_the_log_says_and_imports_nothing(process: Process) -> None:
     process.set(VLLM_HOTPATH_MLA_KV_PACK="1")
-    mla_row, k3_row = report.table()
+    mla_row, k3_row, *_ = report.table()
     assert (mla_row["state"], mla_row["available"]) == ("on", True)
     assert f"{MLA}.MLACommonBaseImpl._concat_k_nope_k_pe" in mla_row["patches"]
     assert (k3_row["state"], k3_row["reason"], k3_row["available"]) == ("off", "", True)

@@ -18,13 +18,11 @@ from torch import nn
 
 from tests.helpers import BF16, FP16
 from tests.vllm.compare import counted
-from tests.vllm.driver import K3, modules
+from tests.vllm.driver import K3_KDA, KIMI_LINEAR, OPS, modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LINEAR = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
-KDA = "vllm.models.kimi_k3.nvidia.kda"
 TRITON = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 FLAG = "VLLM_HOTPATH_KDA_DECODE"
 HEADS, DIM, SLOTS = 3, 128, 7
@@ -174,7 +172,7 @@ class Layer:
         self.g2 = torch.randn(rows + 2, HEADS, DIM, generator=rng).to(BF16)
         self.out = torch.zeros(1, rows + 2, HEADS, DIM, dtype=BF16)
         self.metadata = SimpleNamespace(
-            num_prefills=0, num_decodes=rows, num_decode_tokens=rows, num_spec_decodes=0, num_actual_tokens=rows,
+            num_prefills=0, num_decodes=rows, num_spec_decodes=0, num_actual_tokens=rows,
             has_initial_state=None, non_spec_query_start_loc=torch.arange(rows + 1),
             non_spec_state_indices_tensor=self.indices, spec_sequence_masks=None, spec_token_indx=None,
             non_spec_token_indx=None, spec_state_indices_tensor=None, spec_query_start_loc=None,
@@ -236,8 +234,8 @@ def run() -> None:
     """Stock first; then the flag comes into this process, whose modules are imported and stock."""
     from vllm_hotpath.plugin import register
 
-    newest = K3 in modules()
-    linear = importlib.import_module(LINEAR)
+    newest = K3_KDA in modules()
+    linear = importlib.import_module(KIMI_LINEAR)
     cls = linear.KimiGatedDeltaNetAttention
     wants = {}
     for case in CASES:
@@ -303,7 +301,7 @@ def check_stock_calls(cls: Any, linear: Any, newest: bool) -> None:
 
 
 def check_k3() -> None:
-    kda = importlib.import_module(KDA)
+    kda = importlib.import_module(K3_KDA)
     supported = kda.is_fused_kda_decode_supported
     for heads in (3, 6, 8, 12, 32, 96):
         for state in (torch.float32, BF16):
@@ -317,7 +315,7 @@ def check_k3() -> None:
     ):
         assert not supported(12, head_dim, width, spec, dtype, dtype, torch.float32)
     check_refill(kda)
-    check_k3_op(importlib.import_module("vllm._custom_ops"))
+    check_k3_op(importlib.import_module(OPS))
 
 
 def check_k3_op(ops: Any) -> None:
@@ -344,8 +342,8 @@ def check_k3_op(ops: Any) -> None:
             steps.x[:rows], state, conv_weight, None, conv_state_indices=steps.indices, activation="silu"
         )
         core, _ = packed_decode(
-            mixed, steps.g1[:, :rows], steps.beta[:, :rows], other.A_log, other.dt_bias, -5.0, other.kv_cache[1],
-            steps.indices,
+            mixed, steps.g1[:, :rows], steps.beta[:, :rows], other.A_log, other.dt_bias, -5.0,
+            other.kv_cache[1], steps.indices,
         )  # fmt: skip
         want = other.o_norm(core, steps.g2[:rows])
         torch.testing.assert_close(got.float(), want.float(), atol=3e-2, rtol=3e-2)

@@ -17,14 +17,11 @@ from torch import nn
 
 from tests.helpers import BF16
 from tests.vllm.compare import counted
-from tests.vllm.driver import K3_MODEL, modules
+from tests.vllm.driver import GROUPED_ROUTER, K3_MODEL, MOE_RUNNER, TOPK_ROUTER, modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
-GROUPED = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router"
-TOPK = "vllm.model_executor.layers.fused_moe.router.fused_topk_router"
 FLAG = "VLLM_HOTPATH_MOE_ROUTER"
 HIDDEN = 64
 
@@ -45,7 +42,7 @@ def make_gate(experts: int, dtype: torch.dtype = BF16, out_dtype: torch.dtype | 
 
 
 def make_router(experts: int, groups: int = 1, kept: int = 1, **options: Any) -> Any:
-    cls = importlib.import_module(GROUPED).GroupedTopKRouter
+    cls = importlib.import_module(GROUPED_ROUTER).GroupedTopKRouter
     generator = torch.Generator().manual_seed(groups)
     bias = nn.Parameter(torch.randn(experts, generator=generator), requires_grad=False)
     given = {
@@ -89,7 +86,7 @@ class Experts:
 
 
 def make_runner(gate: Any, router: Any, indices: torch.dtype | None = None, **config: Any) -> Any:
-    cls = importlib.import_module(RUNNER).MoERunner
+    cls = importlib.import_module(MOE_RUNNER).MoERunner
     runner = cls.__new__(cls)
     nn.Module.__init__(runner)
     parallel = SimpleNamespace(use_all2all_kernels=config.pop("all2all", False))
@@ -181,7 +178,7 @@ class Case:
 
 
 def make_topk_router(experts: int, **options: Any) -> Any:
-    cls = importlib.import_module(TOPK).FusedTopKRouter
+    cls = importlib.import_module(TOPK_ROUTER).FusedTopKRouter
     given = {"top_k": 4, "renormalize": False, "scoring_func": "softmax", **options}
     return cls(global_num_experts=experts, **given)
 
@@ -225,7 +222,7 @@ def cases(newest: bool) -> list[Case]:
 @contextlib.contextmanager
 def kernels_of_torch() -> Iterator[None]:
     """In place of vLLM's CUDA kernels, which compute in fp32 whatever the logits' dtype."""
-    grouped, topk = importlib.import_module(GROUPED), importlib.import_module(TOPK)
+    grouped, topk = importlib.import_module(GROUPED_ROUTER), importlib.import_module(TOPK_ROUTER)
     stock = grouped.grouped_topk, grouped.fused_topk_bias, topk.fused_topk
     uncompiled = inspect.unwrap(grouped.grouped_topk)
 
