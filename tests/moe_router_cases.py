@@ -184,27 +184,36 @@ def call_of_logits(
     return Call(args | options)
 
 
-def scores_of(logits: torch.Tensor) -> torch.Tensor:
-    """The op's own fp32 sigmoid of every logit, which a call returns as weights where its bias decides alone."""
-    flat = logits.detach().float().flatten()
+def scores_of(logits: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """The op's own fp32 sigmoid of every logit, on the host: the weights of calls whose bias alone decides.
+
+    Args:
+        logits: any shape.
+        device: where the op computes them, that of the logits by default.
+    """
+    device = device or logits.device
+    flat = logits.detach().cpu().float().flatten()
     result = flat.clone()
     result[flat == INF], result[flat == -INF] = 1.0, 0.0
     finite = flat[flat.isfinite()].unique()
     table = torch.empty_like(finite)
+    blocks = torch.full((32, 1024), -4.0)
+    for block in range(32):
+        blocks[block, block * 32 : block * 32 + 32] = 4.0
+    biases = blocks.to(device)
     for first in range(0, len(finite), 1024):
-        values = finite[first : first + 1024]
-        experts = 1024
-        padded = torch.zeros(experts, dtype=FP32, device=flat.device)
-        padded[: len(values)] = values
-        call = call_of_logits(padded.cpu(), flat.device, top_k=32, renormalize=False)
-        for block in range(0, len(values), 32):
-            bias = torch.full((experts,), -4.0, device=flat.device)
-            bias[block : block + 32] = 4.0
-            weights, ids = call.run(bias=bias)
-            order = ids[0].sort()
-            assert torch.equal(order.values.cpu(), torch.arange(block, block + 32, dtype=torch.int32))
-            count = min(32, len(values) - block)
-            table[first + block : first + block + count] = weights[0][order.indices][:count]
+        values = torch.zeros(1024)
+        count = min(1024, len(finite) - first)
+        values[:count] = finite[first : first + count]
+        call = call_of_logits(values, device, top_k=32, renormalize=False)
+        scores = torch.empty(1024)
+        for block in range(-(-count // 32)):
+            weights, ids = (one[0].cpu() for one in call.run(bias=biases[block]))
+            assert torch.equal(
+                ids.sort().values, torch.arange(block * 32, block * 32 + 32, dtype=torch.int32)
+            )
+            scores[ids.long()] = weights
+        table[first : first + count] = scores[:count]
     known = flat.isfinite()
     result[known] = table[torch.searchsorted(finite, flat[known])]
     return result.view(logits.shape)
@@ -266,7 +275,7 @@ def check(call: Call, *, gap: int = 3, finite: bool = True) -> tuple[torch.Tenso
     Args:
         call: without outputs.
         gap: elements between the rows of the logits.
-        finite: the logits are finite and compared with fp64; else they are only what the selection starts from.
+        finite: the logits are finite and compared with fp64; else the selection only starts from them.
     """
     device, (tokens, experts) = call["hidden_states"].device, call.shape
     inputs = [value for value in call.args.values() if isinstance(value, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""``moe_router`` against the reference: logits within a rounding of fp64, ids exact, weights within roundings."""
+"""``moe_router`` against the reference: logits within a rounding of fp64, ids exact, weights within a few."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_rows_of_equal_weights_tie(device: torch.device, rng: torch.Generator) -
 @pytest.mark.parametrize("groups", [{}, {"n_group": 4, "topk_group": 2}], ids=["one group", "groups"])
 @pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
 def test_all_minus_infinity(sizes: dict[str, int], groups: dict[str, int], device: torch.device) -> None:
-    """Scores of zero: their sum renormalises to zeros. Of many, none may be selected and expert 0 fills up."""
+    """Scores of zero, whose sum renormalises to zeros. Of many, none is selected and expert 0 fills up."""
     weights, ids = check(call_of_logits([-INF] * 64, device, **sizes, **groups), finite=False)
     k = sizes["top_k"]
     assert ids[0].tolist() == ([0] * k if sizes == MANY else list(range(k)))
@@ -283,7 +283,7 @@ def test_scores_are_the_sigmoid(device: torch.device) -> None:
     logits = torch.cat([torch.linspace(-30, 30, 4001), torch.logspace(-30, 4, 200), torch.tensor(SPECIAL)])
     logits = torch.cat([logits, -logits]).to(device)
     scores = scores_of(logits)
-    want = reference.scores(logits, "sigmoid")
+    want = reference.scores(logits, "sigmoid").cpu()
     torch.testing.assert_close(scores.double(), want, rtol=0, atol=2.0**-23, equal_nan=True)
     finite = logits[~logits.isnan()]
     ordered = scores_of(finite.sort().values)

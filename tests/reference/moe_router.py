@@ -30,7 +30,7 @@ class Routing(NamedTuple):
 
 
 def gate(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits in fp64 and the sums of the products' magnitudes, which bound the error of other orders of summation."""
+    """Logits in fp64, and the sums of the products' magnitudes, which bound the error of fp32 sums."""
     x, w = hidden.detach().double(), weight.detach().double()
     return x @ w.T, x.abs() @ w.abs().T
 
@@ -42,7 +42,7 @@ def scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
 
 
 def is_for_few(options: Options, experts: int) -> bool:
-    """Whether the sizes are those of vLLM's kernel for few experts; softmax scores are always selected its way."""
+    """Whether the sizes are those of vLLM's kernel for few experts, which softmax scores always take."""
     if options.scoring == "softmax":
         return True
     if options.n_group == 1:
