@@ -131,7 +131,7 @@ mod _core {
         unsupported_reason,
     };
     #[pymodule_export]
-    use crate::ops::bench_stream::{bench_launch, bench_rmw, bench_stream};
+    use crate::ops::bench_stream::{bench_launch, bench_read, bench_rmw, bench_stream};
     #[pymodule_export]
     use crate::ops::kda_decode::kda_decode;
     #[pymodule_export]

@@ -5,6 +5,7 @@ from typing import Any
 
 __all__ = [
     "bench_launch",
+    "bench_read",
     "bench_rmw",
     "bench_stream",
     "borrow_tensors",
@@ -43,6 +44,12 @@ def bench_stream(src: object, dst: object, /) -> None:
 
 def bench_launch(src: object, dst: object, launches: int, /) -> float:
     """Host nanoseconds of one ``bench_stream`` launch without Python, over ``launches`` in a row."""
+
+def bench_read(src: object, sink: object, loads: int, /) -> None:
+    """Read all of ``src`` with 1, 2, 4 or 8 16-byte loads a thread and write nothing, contiguous uint8.
+
+    The traffic floor of ops that read far more than they write. ``sink`` has at least 16 bytes.
+    """
 
 def bench_rmw(pool: object, offset: int, stride: int, tiles: int, tile_bytes: int, split: int, /) -> None:
     """Read and rewrite ``tiles`` stretches of ``tile_bytes`` in a contiguous uint8 ``pool``.

@@ -104,9 +104,9 @@ unsafe fn store_logit(out: &Tensor, at: i64, logit: f32) {
     }
 }
 
-/// Integers in the order of the floats; positive NaN on top.
+/// Integers in the order of the floats; NaN on top, whatever its sign, which the CPU's arithmetic leaves open.
 fn order_key(value: f32) -> u32 {
-    let bits = value.to_bits();
+    let bits = if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() };
     if bits >> 31 == 1 { !bits } else { bits | 1 << 31 }
 }
 
@@ -137,10 +137,7 @@ fn scores(plan: &Plan<'_>, logits: &[f32]) -> Vec<Scored> {
     let rounded = choice.selection == Selection::Many && plan.logits_dtype == DType::BF16;
     let round = |value: f32| if rounded { round_to_bf16(value) } else { value };
     let scored = logits.iter().enumerate().map(|(expert, logit)| {
-        let mut score = round(0.5_f32.mul_add((0.5 * logit).tanh(), 0.5));
-        if score.is_nan() {
-            score = f32::NAN;
-        }
+        let score = round(0.5_f32.mul_add((0.5 * logit).tanh(), 0.5));
         let mut sum = round(score + round(bias(expert)));
         let mut candidate = true;
         if choice.selection == Selection::Many {
@@ -154,8 +151,8 @@ fn scores(plan: &Plan<'_>, logits: &[f32]) -> Vec<Scored> {
     scored.collect()
 }
 
-/// The groups that may be selected from, `None` if there are too few.
-fn groups(plan: &Plan<'_>, scored: &[Scored]) -> Option<Vec<usize>> {
+/// The groups that are selected from, best first, and whether each of them has something to select.
+fn groups(plan: &Plan<'_>, scored: &[Scored]) -> (Vec<usize>, bool) {
     let choice = plan.choice;
     let size = scored.len() / choice.groups as usize;
     let score = |group: &[Scored]| {
@@ -172,7 +169,8 @@ fn groups(plan: &Plan<'_>, scored: &[Scored]) -> Option<Vec<usize>> {
     let mut best: Vec<usize> = (0..scores.len()).collect();
     best.sort_by_key(|group| Reverse(order_key(scores[*group])));
     best.truncate(choice.top_groups as usize);
-    best.iter().all(|group| order_key(scores[*group]) > order_key(f32::NEG_INFINITY)).then_some(best)
+    let live = best.iter().all(|group| order_key(scores[*group]) > order_key(f32::NEG_INFINITY));
+    (best, live)
 }
 
 /// Experts and weights of one token, best first.
@@ -182,14 +180,11 @@ fn select(plan: &Plan<'_>, logits: &[f32]) -> Vec<(usize, f32)> {
     let many = choice.selection == Selection::Many;
     let scored = scores(plan, logits);
     let size = scored.len() / choice.groups as usize;
-    let chosen = groups(plan, &scored);
-    if many && chosen.is_none() {
+    let (chosen, live) = groups(plan, &scored);
+    if many && !live {
         return (0..k).map(|expert| (expert, 1.0 / k as f32)).collect();
     }
-    let mut experts: Vec<usize> = match (choice.groups, &chosen) {
-        (2.., Some(chosen)) => chosen.iter().flat_map(|group| group * size..(group + 1) * size).collect(),
-        _ => (0..scored.len()).collect(),
-    };
+    let mut experts: Vec<usize> = chosen.iter().flat_map(|group| group * size..(group + 1) * size).collect();
     experts.retain(|expert| scored[*expert].candidate);
     experts.sort_by_key(|expert| (Reverse(order_key(scored[*expert].sum)), *expert));
     // Fewer candidates than places: expert 0 takes the rest.
