@@ -280,3 +280,12 @@ def test_its_objects_are_wrapped_once(on: Process) -> None:
     assert wrapped_once(fake_vllm.load(GROUPED).GroupedTopKRouter._compute_routing)
     assert wrapped_once(fake_vllm.load(TOPK).FusedTopKRouter._compute_routing)
     assert wrapped_once(fake_vllm.load(K3_MODEL).KimiMoE._maybe_overlap_router_and_down_proj)
+
+
+def test_a_method_that_another_feature_of_ours_has_wrapped_is_wrapped_again(process: Process) -> None:
+    cls = fake_vllm.load(RUNNER).MoERunner
+    first = cls._forward_impl = feature._runner(cls._forward_impl)
+    process.set(VLLM_HOTPATH_MOE_ROUTER="1")
+    plugin.register()
+    assert cls._forward_impl.__wrapped__ is first
+    assert process.lines[0].startswith("moe_router: on: ")
