@@ -6,6 +6,7 @@ The experts, Kimi-K3's projection and the metadata are stand-ins; gate, runner a
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -26,14 +27,21 @@ FLAG = "VLLM_HOTPATH_MOE_ROUTER"
 HIDDEN = 64
 
 
+@functools.cache
+def vllm_config() -> Any:
+    from vllm.config import DeviceConfig, VllmConfig
+
+    return VllmConfig(device_config=DeviceConfig("cpu"))
+
+
 def make_gate(experts: int, dtype: torch.dtype = BF16, out_dtype: torch.dtype | None = None) -> Any:
     """A gate as the model's constructor makes it; no two weights of a channel are equal."""
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
     parallel_state._TP = SimpleNamespace(rank_in_group=0, world_size=1)
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+    with set_current_vllm_config(vllm_config()):
         gate = GateLinear(HIDDEN, experts, bias=False, out_dtype=out_dtype, params_dtype=dtype, prefix="gate")
     generator = torch.Generator().manual_seed(experts)
     columns = [torch.randperm(experts, generator=generator) for _ in range(HIDDEN)]
@@ -346,7 +354,7 @@ def check_k3() -> None:
         layer = make_k3(runner, gate, latent=latent)
         for tokens in TOKENS:
             x = activations(tokens)
-            with context(), counted() as calls:
+            with context(), counted("moe_router") as calls:
                 rows, logits, _ = layer._maybe_overlap_router_and_down_proj(x)
                 assert rows.shape[1] == (8 if latent else HIDDEN)
                 runner._forward_impl(rows, logits, x)
