@@ -66,7 +66,7 @@ class Processes:
     def finish(self, name: str) -> tuple[bytes, str]:
         """What the process wrote as its result, and all that it printed."""
         process = self._started[name]
-        code = process.wait(240)
+        code = process.wait(285)
         log = process.log  # type: ignore[attr-defined]
         log.seek(0)
         text = log.read().decode()
