@@ -139,11 +139,13 @@ mod _core {
         needs_dispatcher, unsupported_reason,
     };
     #[pymodule_export]
-    use crate::ops::bench_stream::{bench_launch, bench_rmw, bench_stream};
+    use crate::ops::bench_stream::{bench_launch, bench_read, bench_rmw, bench_stream};
     #[pymodule_export]
     use crate::ops::kda_decode::{kda_decode, kda_decode_spec};
     #[pymodule_export]
     use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
+    #[pymodule_export]
+    use crate::ops::moe_router::moe_router;
     #[pymodule_export]
     use crate::ops::nvfp4_quant::{add_rms_norm_nvfp4, nvfp4_quantize, silu_mul_nvfp4};
     #[pymodule_export]

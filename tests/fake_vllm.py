@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_hotpath.plugin import targets
+from vllm_hotpath.plugin.features import kda_decode, moe_router
 from vllm_hotpath.plugin.features import mla_kv_pack as feature
 
 if TYPE_CHECKING:
@@ -21,11 +22,147 @@ ENVS = "vllm.envs"
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 K3 = "vllm.models.kimi_k3.nvidia.mla"
 K3_OPS = "vllm.models.kimi_k3.nvidia.ops.fused_mla_key_concat_kv_cache"
+_MOE = "vllm.model_executor.layers.fused_moe"
+RUNNER = f"{_MOE}.runner.moe_runner"
+GROUPED = f"{_MOE}.router.grouped_topk_router"
+TOPK = f"{_MOE}.router.fused_topk_router"
+GATE = f"{_MOE}.router.gate_linear"
+LINEAR = "vllm.model_executor.layers.linear"
+CONTEXT = "vllm.forward_context"
+K3_MODEL = "vllm.models.kimi_k3.nvidia.model"
+K3_KDA = "vllm.models.kimi_k3.nvidia.kda"
+BREAKABLE = "vllm.compilation.breakable_cudagraph"
+MAMBA = "vllm.model_executor.layers.mamba.mamba_utils"
+KIMI_LINEAR = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
+OPS = "vllm._custom_ops"
 
 SOURCES = {
     ENVS: """\
 import os
 environment_variables = {"VLLM_PORT": lambda: os.environ.get("VLLM_PORT")}
+VLLM_BATCH_INVARIANT = False
+VLLM_USE_FUSED_MOE_GROUPED_TOPK = True
+VLLM_MOE_SKIP_PADDING = True
+""",
+    LINEAR: """\
+import torch
+
+
+class UnquantizedLinearMethod:
+    pass
+
+
+class ReplicatedLinear(torch.nn.Module):
+    def __init__(self, weight, out_dtype=None):
+        super().__init__()
+        self.register_parameter("bias", None)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.out_dtype = out_dtype
+        self.quant_method = UnquantizedLinearMethod()
+
+    def forward(self, x):
+        logits = x.float() @ self.weight.float().T
+        return logits.to(self.out_dtype or x.dtype), None
+""",
+    GATE: f"""\
+from {LINEAR} import ReplicatedLinear
+
+
+class GateLinear(ReplicatedLinear):
+    pass
+""",
+    GROUPED: """\
+class GroupedTopKRouter:
+    eplb_state = None
+    top_k, renormalize, scoring_func, routed_scaling_factor = 2, True, "sigmoid", 2.0
+    num_expert_group = topk_group = 1
+    e_score_correction_bias = None
+    skip_padding = False
+
+    def _compute_routing(self, hidden_states, router_logits, indices_type, *, input_ids=None):
+        return "stock", router_logits
+""",
+    TOPK: """\
+class FusedTopKRouter:
+    eplb_state = None
+    top_k, renormalize, scoring_func = 2, True, "softmax"
+
+    def _compute_routing(self, hidden_states, router_logits, indices_type, *, input_ids=None):
+        return "stock", router_logits
+""",
+    RUNNER: """\
+class MoERunner:
+    layer_name = "model.layers.3.mlp.experts"
+    _fse_fuse_gate = do_naive_dispatch_combine = False
+
+    def _forward_impl(self, hidden_states, router_logits, shared_experts_input, input_ids=None):
+        if self.gate is not None:
+            router_logits, _ = self.gate(hidden_states)
+        return self.router._compute_routing(hidden_states, router_logits, None)
+""",
+    CONTEXT: """\
+CONTEXT = None
+
+
+def is_forward_context_available():
+    return CONTEXT is not None
+
+
+def get_forward_context():
+    return CONTEXT
+""",
+    K3_MODEL: """\
+class KimiMoE:
+    use_mega_moe = False
+
+    def _maybe_overlap_router_and_down_proj(self, hidden_states):
+        logits, _ = self.gate(hidden_states)
+        return hidden_states[:, :8], logits, None
+""",
+    BREAKABLE: """\
+import functools
+
+BREAKS = []
+
+
+def eager_break_during_capture(fn):
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        BREAKS.append(fn)
+        return fn(*args, **kwargs)
+
+    return wrapper
+""",
+    MAMBA: """\
+def is_conv_state_dim_first():
+    return True
+""",
+    KIMI_LINEAR: f"""\
+from {BREAKABLE} import eager_break_during_capture
+
+
+class KimiGatedDeltaNetAttention:
+    @eager_break_during_capture
+    def _forward(self, mixed_qkv, g1, g2, beta, core_attn_out):
+        core_attn_out.fill_(7)
+""",
+    K3_KDA: """\
+def is_fused_kda_decode_supported(
+    num_heads, head_dim, conv_width, num_spec, input_dtype, conv_state_dtype, recurrent_state_dtype
+):
+    return num_heads == 5
+
+
+class KimiK3DeltaAttention:
+    def __init__(self, config, vllm_config, prefix="", aux_stream=None, run_gemm_rs_ar=False):
+        self.prefix, self.decode_conv1d_weight = prefix, None
+""",
+    OPS: """\
+def fused_kda_decode(
+    x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out=None,
+    lower_bound=None, output_gate=None, norm_weight=None, norm_eps=1e-5,
+):
+    return "stock"
 """,
     MLA: """\
 import torch
@@ -96,7 +233,11 @@ def load(module: str) -> Any:
     return found
 
 
-TARGETS = (feature.CONCAT, feature.DCP_LOOP, feature.K3_CONCAT, feature.K3_QUANT, feature.K3_DCP_PACK)
+TARGETS = (
+    feature.CONCAT, feature.DCP_LOOP, feature.K3_CONCAT, feature.K3_QUANT, feature.K3_DCP_PACK,
+    moe_router.RUNNER, moe_router.GROUPED, moe_router.TOPK, moe_router.K3_GATE,
+    kda_decode.LINEAR, kda_decode.K3_SUPPORTED, kda_decode.K3_INIT, kda_decode.K3_OP,
+)  # fmt: skip
 LOGGED = ("vllm.hotpath", "INFO")
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_hotpath.ops import Support, is_supported
     from vllm_hotpath.ops.kda_decode import kda_decode, kda_decode_spec
     from vllm_hotpath.ops.mla_kv_pack import mla_kv_concat, mla_kv_concat_quant_fp8
+    from vllm_hotpath.ops.moe_router import moe_router
     from vllm_hotpath.ops.nvfp4_quant import add_rms_norm_nvfp4, nvfp4_quantize, silu_mul_nvfp4
     from vllm_hotpath.overlap import ForkJoin, run_overlapped
 
@@ -39,6 +40,7 @@ __all__ = [
     "kda_decode_spec",
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
+    "moe_router",
     "nvfp4_quantize",
     "run_overlapped",
     "silu_mul_nvfp4",

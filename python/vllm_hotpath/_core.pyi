@@ -8,6 +8,7 @@ __all__ = [
     "add_rms_norm_nvfp4",
     "approximate_reciprocals",
     "bench_launch",
+    "bench_read",
     "bench_rmw",
     "bench_stream",
     "borrow_tensors",
@@ -19,6 +20,7 @@ __all__ = [
     "kda_decode_spec",
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
+    "moe_router",
     "needs_dispatcher",
     "nvfp4_quantize",
     "silu_mul_nvfp4",
@@ -48,6 +50,12 @@ def bench_stream(src: object, dst: object, /) -> None:
 
 def bench_launch(src: object, dst: object, launches: int, /) -> float:
     """Host nanoseconds of one ``bench_stream`` launch without Python, over ``launches`` in a row."""
+
+def bench_read(src: object, sink: object, loads: int, /) -> None:
+    """Read all of ``src`` with 1, 2, 4 or 8 16-byte loads a thread and write nothing, contiguous uint8.
+
+    The traffic floor of ops that read far more than they write. ``sink`` has at least 16 bytes.
+    """
 
 def bench_rmw(
     pool: object, offset: int, stride: int, tiles: int, tile_bytes: int, split: int, order: object | None, /
@@ -162,6 +170,24 @@ def kda_decode_spec(
     allocate: Callable[[str, Sequence[int], str], Any],
     /,
 ) -> Any: ...
+def moe_router(
+    hidden_states: object,
+    gate_weight: object,
+    top_k: int,
+    bias: object | None,
+    n_group: int,
+    topk_group: int,
+    scoring: str,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    logits_dtype: str | None,
+    out_logits: object | None,
+    topk_weights: object | None,
+    topk_ids: object | None,
+    workspace: object | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> tuple[Any, Any]: ...
 
 def nvfp4_quantize(
     x: Any,

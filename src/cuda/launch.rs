@@ -4,7 +4,9 @@ use std::ffi::c_void;
 use std::mem;
 use std::ptr;
 
-use cudarc::driver::sys::{self, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig};
+use cudarc::driver::sys::{
+    self, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchConfig, CUstreamCaptureStatus,
+};
 
 use super::module::Kernel;
 use super::{DeviceGuard, check, device};
@@ -18,6 +20,16 @@ pub struct Stream(pub *mut c_void);
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// Whether its launches go into a graph. What cannot be told is not captured.
+    pub fn is_capturing(self) -> bool {
+        let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: a valid out pointer; the query is legal while the stream captures.
+        let answer = unsafe { sys::cuStreamIsCapturing(self.0.cast(), &raw mut status) };
+        answer == sys::CUresult::CUDA_SUCCESS && status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE
+    }
+}
 
 /// Grid and block of a launch, in blocks and threads.
 #[derive(Clone, Copy)]

@@ -1,5 +1,6 @@
 //! `bench_stream`: reads one buffer and writes another and does nothing else, the floor of the device time in the benchmarks.
 //! `bench_launch`: its launch alone, the floor of the host time. `bench_rmw`: reads and rewrites a state in place.
+//! `bench_read`: reads one buffer and writes nothing.
 
 use std::time::Instant;
 
@@ -16,8 +17,18 @@ static KERNEL: Kernel = Kernel::new("bench_stream", c"bench_stream");
 pub const STREAM: Op = Op {
     name: "bench_stream",
     stem: "bench_stream",
-    kernels: &[&KERNEL, &RMW[0].0, &RMW[1].0, &RMW[2].0, &RMW[3].0, &RMW[4].0],
+    kernels: &[
+        &KERNEL, &RMW[0].0, &RMW[1].0, &RMW[2].0, &RMW[3].0, &RMW[4].0, &READ[0], &READ[1], &READ[2], &READ[3],
+    ],
 };
+
+/// `bench_read` with 1, 2, 4 and 8 loads of a thread.
+static READ: [Kernel; 4] = [
+    Kernel::new("bench_stream", c"bench_read_1"),
+    Kernel::new("bench_stream", c"bench_read_2"),
+    Kernel::new("bench_stream", c"bench_read_4"),
+    Kernel::new("bench_stream", c"bench_read_8"),
+];
 
 /// `bench_rmw` for 1, 2, 4, 8 and 16 blocks of 64 KiB, with the threads of a block.
 static RMW: [(Kernel, u32); 5] = [
@@ -111,6 +122,29 @@ pub fn bench_launch<'py>(
         call.launch()?;
     }
     Ok(start.elapsed().as_secs_f64() * 1e9 / f64::from(launches.max(1)))
+}
+
+/// Reads a buffer, the floor of ops that read far more than they write. `sink` is what the kernel would write to.
+#[pyfunction]
+#[pyo3(signature = (src, sink, loads, /))]
+pub fn bench_read<'py>(
+    py: Python<'py>,
+    src: &Bound<'py, PyAny>,
+    sink: &Bound<'py, PyAny>,
+    loads: u32,
+) -> Result<()> {
+    if !loads.is_power_of_two() || loads > 8 {
+        let (expected, got) = ("1, 2, 4 or 8".into(), loads.to_string());
+        return Err(Error::Value { op: "bench_read", argument: "loads", expected, got });
+    }
+    let mut call = Call::new(py, src, sink)?;
+    if call.params.write_units == 0 {
+        let (expected, got) = ("at least 16 bytes".into(), "none".into());
+        return Err(Error::Value { op: "bench_read", argument: "sink", expected, got });
+    }
+    let grid = call.params.read_units.div_ceil(u64::from(THREADS * loads)).max(1);
+    let kernel = &READ[loads.trailing_zeros() as usize];
+    launch("bench_read", kernel, call.device, call.stream, Launch::of(grid, THREADS), &call.params)
 }
 
 /// Twin of `RmwParams` in `kernels/bench_stream.cu`.

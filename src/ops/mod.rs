@@ -3,6 +3,7 @@
 pub mod bench_stream;
 pub mod kda_decode;
 pub mod mla_kv_pack;
+pub mod moe_router;
 pub mod nvfp4_quant;
 
 use pyo3::prelude::*;
@@ -24,6 +25,7 @@ pub static OPS: &[Op] = &[
     mla_kv_pack::PACK,
     kda_decode::DECODE,
     kda_decode::SPEC,
+    moe_router::ROUTER,
     nvfp4_quant::QUANTIZE,
     nvfp4_quant::SILU_MUL,
     nvfp4_quant::ADD_RMS_NORM,

@@ -19,11 +19,20 @@ from typing import Any
 MLA = "vllm.model_executor.layers.attention.mla_attention"
 K3 = "vllm.models.kimi_k3.nvidia.mla"
 K3_OPS = "vllm.models.kimi_k3.nvidia.ops.fused_mla_key_concat_kv_cache"
-STREAMS = (
-    "vllm.v1.attention.backend",
-    "vllm.model_executor.layers.fused_moe.runner.shared_experts",
-    "vllm.model_executor.layers.fused_moe.runner.moe_runner",
-)
+K3_MODEL = "vllm.models.kimi_k3.nvidia.model"
+K3_KDA = "vllm.models.kimi_k3.nvidia.kda"
+KIMI_LINEAR = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
+OPS = "vllm._custom_ops"
+MOE_RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
+GROUPED_ROUTER = "vllm.model_executor.layers.fused_moe.router.grouped_topk_router"
+TOPK_ROUTER = "vllm.model_executor.layers.fused_moe.router.fused_topk_router"
+SHARED_EXPERTS = "vllm.model_executor.layers.fused_moe.runner.shared_experts"
+BACKEND = "vllm.v1.attention.backend"
+GATE = "vllm.model_executor.layers.fused_moe.router.gate_linear"
+PATCHED = (
+    MLA, K3, K3_OPS, K3_MODEL, K3_KDA, KIMI_LINEAR, OPS, MOE_RUNNER, GROUPED_ROUTER, TOPK_ROUTER, GATE,
+    SHARED_EXPERTS, BACKEND,
+)  # fmt: skip
 FLAG = "VLLM_HOTPATH_MLA_KV_PACK"
 
 
@@ -32,11 +41,7 @@ def modules() -> list[str]:
     import vllm
 
     root = Path(vllm.__file__).parent.parent
-    return [
-        name
-        for name in (MLA, K3, K3_OPS, *STREAMS)
-        if root.joinpath(*name.split(".")).with_suffix(".py").is_file()
-    ]
+    return [name for name in PATCHED if root.joinpath(*name.split(".")).with_suffix(".py").is_file()]
 
 
 def snapshot() -> dict[str, Any]:
@@ -103,9 +108,11 @@ def without_plugin() -> dict[str, str]:
     assert all(before[name] is after[name] for name in before)
     assert sys.meta_path == finders
 
-    from tests.vllm import compare
+    from tests.vllm import compare, compare_kda_decode, compare_moe_router
 
     compare.run()
+    compare_kda_decode.run()
+    compare_moe_router.run()
     return found
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from vllm_hotpath import envs
 from vllm_hotpath.plugin import report, targets
+from vllm_hotpath.plugin.features import kda_decode, moe_router
 from vllm_hotpath.plugin.features import mla_kv_pack as feature
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 ROOT = Path(__file__).parents[2]
-GENERIC = (feature.CONCAT,)
-WITH_K3 = (feature.DCP_LOOP, feature.K3_CONCAT, feature.K3_QUANT, feature.K3_DCP_PACK)
+GENERIC = (feature.CONCAT, moe_router.RUNNER, moe_router.GROUPED, moe_router.TOPK, kda_decode.LINEAR)
+WITH_K3 = (
+    feature.DCP_LOOP, feature.K3_CONCAT, feature.K3_QUANT, feature.K3_DCP_PACK, moe_router.K3_GATE,
+    kda_decode.K3_SUPPORTED, kda_decode.K3_INIT, kda_decode.K3_OP,
+)  # fmt: skip
 
 
 class Processes:
@@ -62,7 +66,7 @@ class Processes:
     def finish(self, name: str) -> tuple[bytes, str]:
         """What the process wrote as its result, and all that it printed."""
         process = self._started[name]
-        code = process.wait(240)
+        code = process.wait(285)
         log = process.log  # type: ignore[attr-defined]
         log.seek(0)
         text = log.read().decode()
@@ -106,16 +110,21 @@ def test_probes_know_the_installed_version(vllm: tuple[Path, str]) -> None:
         if target in present(vllm):
             assert not found.problem
             assert found.definition is not None
-            assert target.hashes[found.definition.hash] == vllm[1]
+            assert vllm[1] in target.hashes[found.definition.hash].split(" and ")
         else:
             assert found.missing
 
 
 def test_doctors_table_says_what_can_be_turned_on(vllm: tuple[Path, str]) -> None:
     before = set(sys.modules)
-    generic, k3, *_ = report.table({envs.MLA_KV_PACK: "1", envs.K3_DCP_KV_PACK: "1"})
+    flags = (envs.MLA_KV_PACK, envs.K3_DCP_KV_PACK, envs.KDA_DECODE, envs.MOE_ROUTER)
+    generic, k3, *others = (row for row in report.table(dict.fromkeys(flags, "1")) if row["state"] != "off")
     assert (generic["state"], generic["available"]) == ("on", True)
-    has_k3 = len(present(vllm)) > 1
+    has_k3 = present(vllm) != GENERIC
+    assert [(row["feature"], row["state"], row["available"], len(row["patches"])) for row in others] == [
+        ("kda_decode", "on", True, 4 if has_k3 else 1),
+        ("moe_router", "on", True, 4 if has_k3 else 3),
+    ]
     assert (k3["state"], k3["available"]) == (("on", True) if has_k3 else ("stock", False))
     assert len(generic["patches"]) == (4 if has_k3 else 1)
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] == "vllm"}
@@ -130,7 +139,9 @@ def test_edited_sources_are_another_version(vllm: tuple[Path, str], tmp_path: Pa
         assert found is not None
         (tmp_path / stem).parent.mkdir(parents=True, exist_ok=True)
         name = found.name.rpartition(".")[2]
-        head, tail = re.split(rf"(?<=def {name}\()", source, maxsplit=1)
+        before = "".join(source.splitlines(keepends=True)[: found.line - 1])
+        start = source.index(f"def {name}(", len(before)) + len(f"def {name}(")
+        head, tail = source[:start], source[start:]
 
         (tmp_path / stem).write_text(f"# a new first line\n{source}")
         assert not targets.probe(target, tmp_path, version).problem
@@ -156,8 +167,10 @@ def test_without_flags_every_object_is_stock(processes: Processes) -> None:
 def test_what_the_flags_patch_gives_the_bits_of_stock(processes: Processes, vllm: tuple[Path, str]) -> None:
     _, log = processes.finish("without")
     assert len(re.findall(r"mla_kv_pack: on: MLACommon", log)) == 1
+    assert len(re.findall(r"kda_decode: on: KimiGatedDeltaNetAttention\._forward", log)) == 1
+    assert len(re.findall(r"moe_router: on: MoERunner\._forward_impl, ", log)) == 1
     k3 = "k3_dcp_kv_pack: on: Kimi-K3 DCP chunked-context KV pack: fused (VLLM_K3_DCP_FUSED_KV_PACK=1)"
-    assert log.count(k3) == (1 if len(present(vllm)) > 1 else 0)
+    assert log.count(k3) == (1 if present(vllm) != GENERIC else 0)
 
 
 def test_vllms_registry_process_and_its_fork_are_patched(
@@ -169,7 +182,7 @@ def test_vllms_registry_process_and_its_fork_are_patched(
     assert len(re.findall(r"mla_kv_pack: on: MLACommon", log)) == 2, log
     k3 = re.findall(r"k3_dcp_kv_pack: (\w+): ", log)
     # Where Kimi-K3 exists, its line comes with its module, which is not imported there.
-    assert k3 == ([] if len(present(vllm)) > 1 else ["stock", "stock"])
+    assert k3 == ([] if present(vllm) != GENERIC else ["stock", "stock"])
 
 
 def test_a_spawned_process_loads_the_plugin_and_strict_raises_there(processes: Processes) -> None:

@@ -31,22 +31,31 @@ class Support(NamedTuple):
         return self.ok
 
 
-def is_supported(op: str, device: torch.device | str | int | None = None) -> Support:
+def is_supported(op: str, device: torch.device | str | int | None = None, **sizes: int) -> Support:
     """Say whether ``op`` runs on ``device``, without running it. For a CUDA device, initialises CUDA.
 
     Args:
         op: public name of the op, such as ``"mla_kv_concat"``.
         device: a torch device, its name or a CUDA index; None is the current CUDA device, or the CPU
             where there is no CUDA.
+        sizes: of the call, for ops that have limits: ``moe_router`` takes ``tokens``, ``experts`` and
+            ``top_k``.
 
     Returns:
         ``Support(ok, reason)``; ``reason`` is empty when the op runs there.
 
     Raises:
         ValueError: ``op`` is not an op of this package.
+        TypeError: ``op`` has no limit on one of ``sizes``.
     """
     if op not in STEMS:
         raise ValueError(f"is_supported: op: expected one of {', '.join(sorted(STEMS))}, got {op!r}")
+    if sizes:
+        limits = _LIMITS.get(op)
+        if limits is None:
+            raise TypeError(f"is_supported: {op} has no limits on sizes, got {', '.join(sizes)}")
+        if reason := limits(**sizes):
+            return Support(False, reason)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # torch.device keeps an index in 8 bits, so a number is taken as it is.
@@ -60,6 +69,14 @@ def is_supported(op: str, device: torch.device | str | int | None = None) -> Sup
         return Support(False, f"there is no cuda:{index}")
     reason = _core.unsupported_reason(op, index)
     return Support(reason is None, reason or "")
+
+
+_LIMITS: dict[str, Callable[..., str]] = {}
+
+
+def limit(op: str, limits: Callable[..., str]) -> None:
+    """Let ``is_supported`` ask ``limits(**sizes)`` why ``op`` does not take such a call; empty when it does."""
+    _LIMITS[op] = limits
 
 
 _device = cache(torch.device)

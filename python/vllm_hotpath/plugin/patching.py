@@ -122,7 +122,27 @@ def _stranger(found: Any, patch: Patch, definition: Definition) -> str:
     if not isinstance(found, FunctionType):
         return f"{where} is {found!r}, not the function that its file defines"
     home = sys.modules.get(patch.target.source_module)
-    same_file = home is not None and found.__code__.co_filename == home.__file__
-    if same_file and found.__code__.co_firstlineno == definition.line:
+    inner = _undecorated(found, definition.decorators)
+    same_file = home is not None and inner.__code__.co_filename == home.__file__
+    if same_file and inner.__code__.co_firstlineno == definition.line:
         return ""
     return f"{where} has been replaced by a function of {found.__code__.co_filename}"
+
+
+def _undecorated(function: FunctionType, decorators: int) -> FunctionType:
+    """What other features of ours wrap, and vLLM's own decorators, as many as are in the file.
+
+    Wrappers of others stay on.
+    """
+    vllm, ours = sys.modules.get("vllm"), sys.modules[report.__package__]
+    root, home = (os.path.dirname(getattr(m, "__file__", None) or "?") + os.sep for m in (vllm, ours))
+    while True:
+        path = function.__code__.co_filename
+        inner = getattr(function, "__wrapped__", None)
+        if path.startswith(root) and decorators:
+            decorators -= 1
+        elif not path.startswith(home):
+            return function
+        if not isinstance(inner, FunctionType):
+            return function
+        function = inner

@@ -50,6 +50,7 @@ class Definition(NamedTuple):
     parameters: tuple[str, ...]
     hash: str
     line: int
+    decorators: int
 
 
 class Probe(NamedTuple):
@@ -110,7 +111,7 @@ def _definitions_of(module: str, root: Path) -> dict[str, Definition]:
     return {}
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _definitions(path: Path, _modified: int, _size: int) -> dict[str, Definition]:
     """Every function of the file, and every method of its classes, by qualified name."""
     source = path.read_bytes()
@@ -144,4 +145,5 @@ def _define(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list
         tuple(argument.arg for argument in every),
         hashlib.sha256(text).hexdigest()[:16],
         first,
+        len(node.decorator_list),
     )

@@ -1,0 +1,190 @@
+// The gate of a mixture of experts for a few tokens: logits = hidden @ weight^T with bf16 activations, fp32 sums, on the
+// tensor cores. Memory-bound: the weight is read once, straight into the registers that the instruction wants.
+//
+// A cluster of blocks computes kGateRows experts (rows of the weight) for all tokens; its blocks and their warps split K.
+// In a step a warp multiplies 16 experts by 32 values of K: every thread loads 16 bytes (8 values) of two experts and of a token,
+// which are its operands of two m16n8k16 instructions. Which of the 32 values an operand's register holds does not
+// matter as long as weight and activation agree.
+#pragma once
+
+#include "common.cuh"
+
+namespace hotpath {
+
+constexpr int kGateRows = 16;        // experts of a cluster
+constexpr int kGateThreads = 256;
+constexpr int kGateWarps = kGateThreads / 32;
+constexpr int kGateStep = 32;        // values of K
+constexpr int kGateTokens = 8;       // of a tile: the instruction's n
+constexpr int kGatePitch = 20;       // floats from token to token of a tile in shared memory: no bank conflicts
+constexpr int kMaxClusterBlocks = 8;
+
+struct GateOperands {
+    const uint8_t* x;       // [tokens, k] bf16
+    const uint8_t* weight;  // [experts, k] bf16 or fp32
+    int64_t x_row, weight_row;  // bytes
+    uint32_t tokens, experts, k;
+};
+
+// Eight values from `address`, of which the alignment may be that of one element only.
+template <bool kAligned>
+__device__ __forceinline__ uint4 load_eight_bf16(const uint8_t* address) {
+    if constexpr (kAligned) return load_16(address);
+    const uint16_t* at = reinterpret_cast<const uint16_t*>(address);
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = at[2 * i] | static_cast<uint32_t>(at[2 * i + 1]) << 16;
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Eight weights of an expert as loaded.
+template <typename Weight>
+struct Eight;
+
+template <>
+struct Eight<uint16_t> {  // bf16
+    uint4 bits;
+
+    template <bool kAligned>
+    __device__ __forceinline__ void load(const uint8_t* row, uint32_t column) {
+        bits = load_eight_bf16<kAligned>(row + static_cast<int64_t>(column) * 2);
+    }
+    __device__ __forceinline__ void clear() { bits = make_uint4(0, 0, 0, 0); }
+};
+
+template <>
+struct Eight<float> {
+    uint4 low, high;
+
+    template <bool kAligned>
+    __device__ __forceinline__ void load(const uint8_t* row, uint32_t column) {
+        const uint8_t* at = row + static_cast<int64_t>(column) * 4;
+        if constexpr (kAligned) {
+            low = load_16(at);
+            high = load_16(at + 16);
+        } else {
+            const uint32_t* words = reinterpret_cast<const uint32_t*>(at);
+            low = make_uint4(words[0], words[1], words[2], words[3]);
+            high = make_uint4(words[4], words[5], words[6], words[7]);
+        }
+    }
+    __device__ __forceinline__ void clear() { low = high = make_uint4(0, 0, 0, 0); }
+};
+
+template <int kTiles>
+using GateSums = float[kTiles][4];
+
+template <int kTiles>
+__device__ __forceinline__ void multiply(GateSums<kTiles>& sums, const Eight<uint16_t>& upper, const Eight<uint16_t>& lower,
+                                         const uint4 (&x)[kTiles]) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+        mma_bf16(sums[t], upper.bits.x, lower.bits.x, upper.bits.y, lower.bits.y, x[t].x, x[t].y);
+        mma_bf16(sums[t], upper.bits.z, lower.bits.z, upper.bits.w, lower.bits.w, x[t].z, x[t].w);
+    }
+}
+
+// An fp32 number is the sum of three bf16: the 8 upper, middle and lower bits of its significand. Takes the upper part off
+// two numbers and returns it. What is not finite is all upper part.
+__device__ __forceinline__ uint32_t take_upper_bf16(float& a, float& b) {
+    const uint32_t a_bits = __float_as_uint(a) & 0xFFFF0000u;
+    const uint32_t b_bits = __float_as_uint(b) & 0xFFFF0000u;
+    // A NaN whose payload lies below: keep it NaN.
+    const uint32_t a_word = a != a ? 0x7FC00000u : a_bits;
+    const uint32_t b_word = b != b ? 0x7FC00000u : b_bits;
+    a = (a_bits & 0x7F800000u) == 0x7F800000u ? 0.0f : a - __uint_as_float(a_bits);
+    b = (b_bits & 0x7F800000u) == 0x7F800000u ? 0.0f : b - __uint_as_float(b_bits);
+    return __byte_perm(a_word, b_word, 0x7632);
+}
+
+template <int kTiles>
+__device__ __forceinline__ void multiply(GateSums<kTiles>& sums, const Eight<float>& upper, const Eight<float>& lower,
+                                         const uint4 (&x)[kTiles]) {
+    float u[8] = {__uint_as_float(upper.low.x), __uint_as_float(upper.low.y), __uint_as_float(upper.low.z), __uint_as_float(upper.low.w),
+                  __uint_as_float(upper.high.x), __uint_as_float(upper.high.y), __uint_as_float(upper.high.z), __uint_as_float(upper.high.w)};
+    float l[8] = {__uint_as_float(lower.low.x), __uint_as_float(lower.low.y), __uint_as_float(lower.low.z), __uint_as_float(lower.low.w),
+                  __uint_as_float(lower.high.x), __uint_as_float(lower.high.y), __uint_as_float(lower.high.z), __uint_as_float(lower.high.w)};
+#pragma unroll
+    for (int part = 0; part < 3; ++part) {
+        Eight<uint16_t> upper_part, lower_part;
+        upper_part.bits = make_uint4(take_upper_bf16(u[0], u[1]), take_upper_bf16(u[2], u[3]), take_upper_bf16(u[4], u[5]),
+                                     take_upper_bf16(u[6], u[7]));
+        lower_part.bits = make_uint4(take_upper_bf16(l[0], l[1]), take_upper_bf16(l[2], l[3]), take_upper_bf16(l[4], l[5]),
+                                     take_upper_bf16(l[6], l[7]));
+        multiply<kTiles>(sums, upper_part, lower_part, x);
+    }
+}
+
+// The warp's share of the logits of a cluster's experts: slice `slice` of `slices` of K. Weights of the first steps are
+// on their way before the wait for the grid that computes x.
+template <typename Weight, int kTiles, bool kAligned, int kBatch>
+__device__ __forceinline__ void gate_slice(const GateOperands& p, uint32_t first_expert, uint32_t slice, uint32_t slices, GateSums<kTiles>& sums) {
+    const uint32_t lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 8;
+    const uint32_t steps = (p.k + kGateStep - 1) / kGateStep;
+    const uint32_t begin = slice * steps / slices, end = (slice + 1) * steps / slices;
+    const uint32_t upper = first_expert + row, lower = upper + 8;
+    const uint8_t* upper_row = p.weight + upper * p.weight_row;
+    const uint8_t* lower_row = p.weight + lower * p.weight_row;
+    const uint8_t* x_rows[kTiles];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) x_rows[t] = p.x + static_cast<int64_t>(t * kGateTokens + row) * p.x_row;
+
+    Eight<Weight> weights[2][kBatch];
+    const auto load_weights = [&](uint32_t step) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const uint32_t at = (step + i) * kGateStep + column;
+            const bool inside = step + i < end && at < p.k;
+            weights[0][i].clear();
+            weights[1][i].clear();
+            if (inside && upper < p.experts) weights[0][i].template load<kAligned>(upper_row, at);
+            if (inside && lower < p.experts) weights[1][i].template load<kAligned>(lower_row, at);
+        }
+    };
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) sums[t][0] = sums[t][1] = sums[t][2] = sums[t][3] = 0.0f;
+
+    load_weights(begin);
+    wait_for_prior_grids();
+    for (uint32_t step = begin; step < end; step += kBatch) {
+        uint4 x[kBatch][kTiles];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const uint32_t at = (step + i) * kGateStep + column;
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+                x[i][t] = make_uint4(0, 0, 0, 0);
+                if (step + i < end && at < p.k && t * kGateTokens + row < p.tokens)
+                    x[i][t] = load_eight_bf16<kAligned>(x_rows[t] + static_cast<int64_t>(at) * 2);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) multiply<kTiles>(sums, weights[0][i], weights[1][i], x[i]);
+        if (step + kBatch < end) load_weights(step + kBatch);
+    }
+}
+
+// Sums of the block's warps: `warps` is kGateWarps tiles of scratch in shared memory, `block` takes the result as
+// [token][kGatePitch], of which kGateRows are used. Ends without a barrier.
+template <int kTiles>
+__device__ __forceinline__ void store_warp_sums(const GateSums<kTiles>& sums, float* warps) {
+    const uint32_t lane = threadIdx.x % 32, row = lane / 4, token = lane % 4 * 2;
+    float* mine = warps + threadIdx.x / 32 * (kTiles * kGateTokens * kGatePitch);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+        float* at = mine + (t * kGateTokens + token) * kGatePitch + row;
+        at[0] = sums[t][0];
+        at[kGatePitch] = sums[t][1];
+        at[8] = sums[t][2];
+        at[kGatePitch + 8] = sums[t][3];
+    }
+}
+
+}  // namespace hotpath

@@ -1,0 +1,160 @@
+//! The CUDA implementation: which kernel, its parameters and its counter. The kernels are in `kernels/moe_router.cu`.
+
+use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::{Plan, ROUTER, Scoring, Selection};
+use crate::cuda::launch::{Launch, Params, Stream, launch};
+use crate::cuda::module::Kernel;
+use crate::error::Result;
+use crate::tensor::DType;
+
+/// Of the kernels: `kGateRows`, `kGateThreads`, `kTickets`.
+const CLUSTER_EXPERTS: u32 = 16;
+const THREADS: u32 = 256;
+const TICKETS: u32 = 1 << 18;
+/// Tickets of calls that are not captured. More of them than launches wait in all queues of a device.
+const EAGER_TICKETS: u32 = 1 << 16;
+
+macro_rules! kernels {
+    ($($name:ident = $symbol:literal;)*) => {
+        $(static $name: Kernel = Kernel::new("moe_router", $symbol);)*
+        pub const KERNELS: &[&Kernel] = &[$(&$name),*];
+    };
+}
+
+kernels! {
+    BF16_8 = c"moe_router_bf16_8";
+    BF16_16 = c"moe_router_bf16_16";
+    BF16_32 = c"moe_router_bf16_32";
+    BF16_ANY = c"moe_router_bf16_any";
+    FP32_8 = c"moe_router_fp32_8";
+    FP32_32 = c"moe_router_fp32_32";
+    FP32_ANY = c"moe_router_fp32_any";
+}
+
+/// Twin of `GateOperands` in `kernels/gate_gemm.cuh`. Strides in bytes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GateOperands {
+    x: *const u8,
+    weight: *const u8,
+    x_row: i64,
+    weight_row: i64,
+    tokens: u32,
+    experts: u32,
+    k: u32,
+}
+
+/// Twin of `RouterParams` in the kernels' file.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RouterParams {
+    gate: GateOperands,
+    bias: *const u8,
+    logits: *mut u8,
+    scratch: *mut u8,
+    weights: *mut u8,
+    ids: *mut u8,
+    logits_row: i64,
+    scaling: f64,
+    cluster: u32,
+    ticket: u32,
+    top_k: u32,
+    groups: u32,
+    group_experts: u32,
+    top_groups: u32,
+    scoring: u32,
+    selection: u32,
+    renormalize: u32,
+    logits_bf16: u32,
+}
+
+// SAFETY: repr(C) with the fields of the kernels' RouterParams in their order; padding is not read.
+unsafe impl Params for RouterParams {}
+
+// Also asserted beside the twin.
+const _: () = assert!(size_of::<RouterParams>() == 144);
+
+/// The counter of a launch. One that is captured keeps its counter for the life of its graph, so captured calls have
+/// their own, which come round after 196,608 of them; two launches that run at once would have to be that far apart
+/// to meet.
+fn ticket(captured: bool) -> u32 {
+    static EAGER: AtomicU32 = AtomicU32::new(0);
+    static CAPTURED: AtomicU32 = AtomicU32::new(0);
+    if captured {
+        EAGER_TICKETS + CAPTURED.fetch_add(1, Ordering::Relaxed) % (TICKETS - EAGER_TICKETS)
+    } else {
+        EAGER.fetch_add(1, Ordering::Relaxed) % EAGER_TICKETS
+    }
+}
+
+/// Blocks that share the K of a cluster's experts: enough of them to fill the GPU about once.
+fn cluster(experts: u32) -> u32 {
+    match experts {
+        ..=512 => 8,
+        _ => 4,
+    }
+}
+
+pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
+    let (tokens, experts) = (plan.tokens() as u32, plan.experts() as u32);
+    let pointer = |tensor: Option<&crate::tensor::Tensor>| tensor.map_or(ptr::null_mut(), |t| t.data);
+    let choice = plan.choice;
+    let cluster = cluster(experts);
+    let params = RouterParams {
+        gate: GateOperands {
+            x: plan.hidden.data,
+            weight: plan.weight.data,
+            x_row: plan.hidden.byte_stride(0),
+            weight_row: plan.weight.byte_stride(0),
+            tokens,
+            experts,
+            k: plan.hidden_size() as u32,
+        },
+        bias: pointer(plan.bias),
+        logits: pointer(plan.logits),
+        scratch: pointer(plan.workspace),
+        weights: plan.topk_weights.data,
+        ids: plan.topk_ids.data,
+        logits_row: plan.logits.map_or(0, |logits| logits.stride(0)),
+        scaling: choice.scaling,
+        cluster,
+        ticket: ticket(stream.is_capturing()),
+        top_k: choice.top_k as u32,
+        groups: choice.groups as u32,
+        group_experts: experts / choice.groups as u32,
+        top_groups: choice.top_groups as u32,
+        scoring: (choice.scoring == Scoring::Softmax).into(),
+        selection: (choice.selection == Selection::Many).into(),
+        renormalize: choice.renormalize.into(),
+        logits_bf16: (plan.logits_dtype == DType::BF16).into(),
+    };
+    let aligned = [plan.hidden, plan.weight]
+        .iter()
+        .all(|t| t.data.addr().is_multiple_of(16) && t.byte_stride(0) % 16 == 0);
+    let kernel = match (plan.weight.dtype == DType::BF16, aligned, tokens) {
+        (true, false, _) => &BF16_ANY,
+        (true, true, ..=8) => &BF16_8,
+        (true, true, ..=16) => &BF16_16,
+        (true, true, _) => &BF16_32,
+        (false, false, _) => &FP32_ANY,
+        (false, true, ..=8) => &FP32_8,
+        (false, true, _) => &FP32_32,
+    };
+    let grid = u64::from(experts.div_ceil(CLUSTER_EXPERTS) * cluster);
+    launch(ROUTER.name, kernel, index, stream, Launch { grid, block: THREADS, shared_bytes: 0, cluster }, &params)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{EAGER_TICKETS, TICKETS, ticket};
+
+    #[test]
+    fn captured_and_eager_calls_share_no_ticket() {
+        for _ in 0..2 * TICKETS {
+            assert!(ticket(false) < EAGER_TICKETS);
+            assert!((EAGER_TICKETS..TICKETS).contains(&ticket(true)));
+        }
+    }
+}

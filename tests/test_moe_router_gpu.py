@@ -1,0 +1,588 @@
+"""CUDA behaviour of ``moe_router``: vLLM's kernel, cuBLAS logits, capture, streams, counters, far rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests import cuda_probe
+from tests.helpers import BF16, SEED, as_bits, assert_same_bits
+from tests.moe_router_cases import (
+    FORMS,
+    FP32,
+    INF,
+    NAN,
+    Call,
+    assert_logits_close,
+    assert_routing,
+    call_of_logits,
+    check,
+    make_call,
+    scores_of,
+)
+from tests.reference import moe_router as reference
+from vllm_hotpath.bench import peers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.gpu("moe_router")
+
+ROOT = Path(__file__).parents[1]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+# Experts, top_k, n_group, topk_group.
+SIZES = (
+    (384, 8, 1, 1),
+    (256, 8, 8, 4),
+    (896, 16, 1, 1),
+    (256, 8, 1, 1),
+    (512, 22, 1, 1),
+    (896, 8, 1, 1),
+    (384, 9, 1, 1),
+    (64, 6, 1, 1),
+    (72, 6, 1, 1),
+    (128, 4, 8, 2),
+    (160, 6, 8, 3),
+    (256, 8, 4, 2),
+    (256, 12, 8, 5),
+    (512, 8, 16, 4),
+    (1024, 32, 1, 1),
+)
+# Called by the models; the peer has to take them.
+MODEL_SIZES = SIZES[:4]
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 30.0, -30.0, 90.0, -200.0, 3e38, 1e-40, INF, -INF, NAN)
+
+
+def _capture(body: Callable[[], Any], *, keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
+    with torch.cuda.graph(graph):
+        result = body()
+    return graph, result
+
+
+def _with_outputs(call: Call) -> Call:
+    tokens, experts = call.shape
+    k = call["top_k"]
+    return call.changed(
+        out_logits=torch.full((tokens, experts), -7.0, dtype=call.logits_dtype, device=CUDA),
+        topk_weights=torch.full((tokens, k), -7.0, device=CUDA),
+        topk_ids=torch.full((tokens, k), -7, dtype=torch.int32, device=CUDA),
+    )
+
+
+def _assert_same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
+    for one, other, name in zip(got, want, ("weights", "ids"), strict=True):
+        assert_same_bits(one, other, name)
+
+
+def _peer() -> Callable[..., Any]:
+    op = peers.op("_moe_C", "grouped_topk")
+    if op is None:
+        pytest.skip(f"no _moe_C::grouped_topk to compare with: {peers.load().problem or peers.load().label}")
+    return op
+
+
+def _assert_equals_peer(call: Call) -> bool:
+    """Ids and weights have the bits of vLLM's kernel; False if that does not take the sizes."""
+    call = _with_outputs(call)
+    weights, ids = call.run()
+    arguments = ("n_group", "topk_group", "top_k", "renormalize", "routed_scaling_factor", "bias")
+    try:
+        want = _peer()(call["out_logits"], *[call[name] for name in arguments], 1)
+    except RuntimeError:
+        return False
+    theirs_weights, theirs_ids = want
+    differ = (ids != theirs_ids).any(1)
+    if differ.any():
+        row = int(differ.nonzero()[0, 0])
+        raise AssertionError(
+            f"row {row} of {call.options[2:]} {call.shape}: ids {ids[row].tolist()}, peer "
+            f"{theirs_ids[row].tolist()}; logits {call['out_logits'][row].tolist()}, "
+            f"bias {call['bias'].tolist()} (HOTPATH_TEST_SEED={SEED})"
+        )
+    same = (as_bits(weights) == as_bits(theirs_weights)) | (weights.isnan() & theirs_weights.isnan())
+    assert same.all(), f"weights {weights[~same][:4].tolist()}, peer {theirs_weights[~same][:4].tolist()}"
+    return True
+
+
+@pytest.mark.parametrize("logits", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("experts", "top_k", "n_group", "topk_group"), SIZES)
+def test_random_logits_route_as_vllm_routes_them(
+    experts: int, top_k: int, n_group: int, topk_group: int, logits: torch.dtype, rng: torch.Generator
+) -> None:
+    sizes = {"experts": experts, "top_k": top_k, "n_group": n_group, "topk_group": topk_group}
+    taken = [
+        _assert_equals_peer(
+            make_call(
+                CUDA,
+                rng,
+                hidden=64,
+                tokens=tokens,
+                logits=logits,
+                spread=spread,
+                scaling=scaling,
+                renormalize=renormalize,
+                **sizes,
+            )
+        )
+        for tokens in (1, 8, 13, 32)
+        for spread in (0.1, 2.0, 12.0)
+        for scaling in (1.0, 2.827)
+        for renormalize in (True, False)
+    ]
+    assert all(taken) or (tuple(sizes.values()) not in MODEL_SIZES and not any(taken))
+
+
+@pytest.mark.parametrize("logits", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("experts", "top_k", "n_group", "topk_group"), SIZES)
+def test_awkward_logits_route_as_vllm_routes_them(
+    experts: int, top_k: int, n_group: int, topk_group: int, logits: torch.dtype, rng: torch.Generator
+) -> None:
+    """Ties, infinities and NaN, few and many of them."""
+
+    def some(values: tuple[float, ...]) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (experts,), generator=rng)]
+
+    sizes = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}
+    finite = SPECIAL[:11]
+    cases = [
+        (torch.full((experts,), value), torch.full((experts,), bias))
+        for value in (0.0, 1.0, -200.0, 90.0, INF, -INF, NAN)
+        for bias in (0.0, 0.5, -3.0)
+    ]
+    for values in (finite, SPECIAL, (1.0, -1.0), (1.0, NAN), (INF, 1.0), (-INF, 2.0)):
+        for biases in ((0.0,), (0.0, 0.25, -0.5), (11.0, 11.0 + 2.0**-20), (0.0, -INF)):
+            cases += [(some(values), some(biases)) for _ in range(4)]
+    sparse = torch.full((experts,), -INF)
+    for count in (0, 1, 2, top_k - 1, top_k):
+        few = sparse.clone()
+        few[torch.randperm(experts, generator=rng)[:count]] = 1.5
+        cases.append((few, torch.zeros(experts)))
+        poor = torch.randn(experts, generator=rng)
+        poor[few == -INF] = NAN
+        cases.append((poor, torch.zeros(experts)))
+    factors = (1.0, 0.5, 1.0, -1.0)
+    for values, bias in cases:
+        call = call_of_logits(
+            values, CUDA, bias=bias, factors=factors, dtype=logits, routed_scaling_factor=2.5, **sizes
+        )
+        taken = _assert_equals_peer(call)
+        assert taken or (experts, top_k, n_group, topk_group) not in MODEL_SIZES
+
+
+@pytest.mark.parametrize("name", ["kimi k2.6", "deepseek v3", "kimi k3", "kimi linear"])
+def test_ids_are_those_of_cublas_logits_up_to_near_ties(name: str, rng: torch.Generator) -> None:
+    form = dataclasses.replace(FORMS[name], tokens=32)
+    differing = rows = 0
+    for _ in range(12):
+        call = make_call(CUDA, rng, form)
+        for _ in range(16):
+            hidden = torch.randn(32, form.hidden, device=CUDA).to(BF16)
+            call.args["hidden_states"] = hidden
+            _, ids = call.run()
+            if call.logits_dtype == FP32:
+                logits = torch.mm(hidden, call["gate_weight"].T, out_dtype=FP32)
+            else:
+                logits = torch.nn.functional.linear(hidden, call["gate_weight"])
+            # The same selection of cuBLAS logits.
+            weight = torch.zeros(form.experts, 32, device=CUDA)
+            weight.copy_(logits.T)
+            exact = call.changed(
+                hidden_states=torch.eye(32, dtype=BF16, device=CUDA),
+                gate_weight=weight,
+                logits_dtype=call.logits_dtype,
+            )
+            _, want = exact.run()
+            differ = (ids != want).any(1)
+            differing += int(differ.sum())
+            rows += 32
+            if not differ.any():
+                continue
+            true, _ = reference.gate(hidden[differ], call["gate_weight"])
+            sums = torch.sigmoid(true) + call["bias"]
+            here, there = (sums.gather(1, one[differ].long()) for one in (ids, want))
+            # A logit moves by at most one step, its score by at most a quarter of that.
+            step = 2.0**-7 if call.logits_dtype == BF16 else 2.0**-18
+            margin = step * true.abs().amax(1, keepdim=True) * 0.5
+            if form.n_group > 1:
+                margin = margin * 2
+            changed = ids[differ] != want[differ]
+            assert ((here - there).abs() <= margin)[changed].all()
+    assert differing <= rows / 1000, f"{differing} of {rows} rows differ"
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_every_form_agrees_with_the_cpu(name: str, rng: torch.Generator) -> None:
+    call = make_call(CPU, rng, FORMS[name])
+    logits = torch.empty(call.shape, dtype=call.logits_dtype)
+    call.run(out_logits=logits)
+    on_gpu = _with_outputs(call.to(CUDA))
+    on_gpu.run()
+    assert_logits_close(on_gpu["out_logits"].cpu(), call["hidden_states"], call["gate_weight"])
+    if call["scoring"] == "sigmoid":
+        # From equal logits both select the same.
+        tokens, experts = call.shape
+        identity = {
+            "hidden_states": torch.eye(tokens, 8, dtype=BF16),
+            "gate_weight": torch.zeros(experts, 8).index_copy_(
+                1, torch.arange(tokens), logits.float().T.contiguous()
+            ),
+            "logits_dtype": call.logits_dtype,
+        }
+        exact = call.changed(**identity)
+        here, there = exact.run(), exact.to(CUDA).run()
+        assert_same_bits(there[1], here[1], "ids")
+        torch.testing.assert_close(there[0].cpu(), here[0], rtol=1e-5, atol=2.0**-23)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32])
+def test_replay_sees_changed_inputs_weights_and_bias(tokens: int, rng: torch.Generator) -> None:
+    for name in ("kimi linear", "many with bf16 logits", "fp32 weight", "softmax in groups"):
+        form = dataclasses.replace(FORMS[name], tokens=tokens)
+        call = _with_outputs(make_call(CUDA, rng, form))
+        graph, _ = _capture(call.run)
+        for _ in range(4):
+            fresh = make_call(CUDA, rng, form)
+            for argument in ("hidden_states", "gate_weight", "bias"):
+                call[argument].copy_(fresh[argument])
+            want = fresh.run()
+            for argument in ("out_logits", "topk_weights", "topk_ids"):
+                call[argument].fill_(-7)
+            for _ in range(3):
+                graph.replay()
+            _assert_same((call["topk_weights"], call["topk_ids"]), want)
+            assert_logits_close(call["out_logits"], call["hidden_states"], call["gate_weight"])
+
+
+def test_capturing_writes_nothing(rng: torch.Generator) -> None:
+    call = _with_outputs(make_call(CUDA, rng))
+    graph, _ = _capture(call.run)
+    torch.cuda.synchronize()
+    for argument in ("out_logits", "topk_weights", "topk_ids"):
+        assert (call[argument] == -7).all()
+    graph.replay()
+    assert (call["topk_ids"] >= 0).all()
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_a_call_is_one_kernel_node_and_nothing_else(name: str, rng: torch.Generator) -> None:
+    for tokens in (1, 12, 32):
+        call = make_call(CUDA, rng, FORMS[name], tokens=tokens)
+        graph, _ = _capture(call.run, keep_graph=True)
+        assert cuda_probe.node_types(graph) == [cuda_probe.KERNEL_NODE]
+
+
+def test_no_tokens_launch_nothing(rng: torch.Generator) -> None:
+    call = make_call(CUDA, rng, tokens=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Graph is empty")
+        graph, _ = _capture(call.run, keep_graph=True)
+    assert cuda_probe.node_types(graph) == []
+
+
+_FIRST_CALL = """
+import torch
+from tests.moe_router_cases import FORMS, make_call
+
+rng = torch.Generator().manual_seed({seed})
+call = make_call(torch.device("cuda"), rng, FORMS[{name!r}], tokens={tokens})
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode={mode!r}):
+    weights, ids = call.run()
+for _ in range(3):
+    weights.fill_(-7)
+    ids.fill_(-7)
+    graph.replay()
+want = call.run()
+assert torch.equal(ids, want[1]) and torch.equal(weights, want[0])
+torch.cuda.synchronize()
+print("captured")
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "tokens"),
+    [
+        ("global", "kimi k2.6", 1),
+        ("thread_local", "deepseek v3", 16),
+        ("relaxed", "kimi k3", 32),
+        ("global", "fp32 weight", 4),
+    ],
+)
+def test_the_first_call_of_a_process_may_be_inside_capture(
+    mode: str, name: str, tokens: int, rng: torch.Generator
+) -> None:
+    code = _FIRST_CALL.format(seed=rng.initial_seed() % 2**31, mode=mode, name=name, tokens=tokens)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("captured\n")
+
+
+def test_a_graph_may_be_replayed_on_any_stream(rng: torch.Generator) -> None:
+    call = _with_outputs(make_call(CUDA, rng, FORMS["kimi k2.6"]))
+    want = make_call(CUDA, rng).changed(**{**call.args, "topk_weights": None, "topk_ids": None}).run()
+    graph, _ = _capture(call.run)
+    for stream in [torch.cuda.Stream() for _ in range(3)]:
+        call["topk_weights"].fill_(-7)
+        call["topk_ids"].fill_(-7)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                graph.replay()
+        torch.cuda.current_stream().wait_stream(stream)
+        _assert_same((call["topk_weights"], call["topk_ids"]), want)
+
+
+def _jobs(rng: torch.Generator) -> list[tuple[Call, tuple[torch.Tensor, torch.Tensor]]]:
+    """Two different calls that may run at once, and what they return alone."""
+    calls = [make_call(CUDA, rng, FORMS["kimi k2.6"]), make_call(CUDA, rng, FORMS["kimi k3"], tokens=20)]
+    return [(_with_outputs(call), call.run()) for call in calls]
+
+
+def _clear(call: Call) -> None:
+    call["topk_weights"].fill_(-7)
+    call["topk_ids"].fill_(-7)
+
+
+def test_two_graphs_replayed_at_once_do_not_disturb_each_other(rng: torch.Generator) -> None:
+    jobs = _jobs(rng)
+    streams = [torch.cuda.Stream() for _ in jobs]
+    graphs = []
+    for call, _ in jobs:
+
+        def many(call: Call = call) -> None:
+            for _ in range(20):
+                call.run()
+
+        graphs.append(_capture(many)[0])
+    for _ in range(25):
+        for call, _ in jobs:
+            _clear(call)
+        torch.cuda.synchronize()
+        for _ in range(10):
+            for graph, stream in zip(graphs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for call, want in jobs:
+            _assert_same((call["topk_weights"], call["topk_ids"]), want)
+
+
+def test_two_streams_at_once(rng: torch.Generator) -> None:
+    jobs = _jobs(rng)
+    streams = [torch.cuda.Stream() for _ in jobs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for call, _ in jobs:
+            _clear(call)
+        torch.cuda.synchronize()
+        # Both wait, so that the calls queue up and then run at once.
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(3_000_000)
+        for _ in range(100):
+            for (call, _), stream in zip(jobs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    call.run()
+        torch.cuda.synchronize()
+        for call, want in jobs:
+            _assert_same((call["topk_weights"], call["topk_ids"]), want)
+
+
+def test_two_threads_on_two_streams(rng: torch.Generator) -> None:
+    jobs = _jobs(rng)
+    torch.cuda.synchronize()
+    failures: list[BaseException] = []
+
+    def work(call: Call, want: tuple[torch.Tensor, torch.Tensor]) -> None:
+        try:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(30):
+                    _clear(call)
+                    for _ in range(20):
+                        call.run()
+                    stream.synchronize()
+                    _assert_same((call["topk_weights"], call["topk_ids"]), want)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_calls_behind_each_other_share_a_workspace(rng: torch.Generator) -> None:
+    """Sixty layers of different weights in one graph, each launched before the one before has ended."""
+    for tokens in (1, 16, 32):
+        layers = [make_call(CUDA, rng, experts=384, hidden=1024, tokens=tokens) for _ in range(60)]
+        wants = []
+        for layer in layers:
+            wants.append(layer.run())
+            torch.cuda.synchronize()
+        workspace = torch.empty(tokens * 384, dtype=torch.int64, device=CUDA)
+        layers = [_with_outputs(layer.changed(workspace=workspace)) for layer in layers]
+
+        def body(layers: list[Call] = layers) -> None:
+            for layer in layers:
+                layer.run()
+
+        graph, _ = _capture(body)
+        for _ in range(20):
+            for layer in layers:
+                _clear(layer)
+            graph.replay()
+            for layer, want in zip(layers, wants, strict=True):
+                _assert_same((layer["topk_weights"], layer["topk_ids"]), want)
+
+
+def test_counters_come_round(rng: torch.Generator) -> None:
+    """More eager calls, and more captured ones, than there are counters."""
+    call = _with_outputs(make_call(CUDA, rng, experts=64, hidden=64))
+    want = make_call(CUDA, rng).changed(**{**call.args, "topk_weights": None, "topk_ids": None}).run()
+    workspace = torch.empty(64 * 3, dtype=torch.int64, device=CUDA)
+    call.args["workspace"] = workspace
+    for _ in range(70):
+        _clear(call)
+        for _ in range(1000):
+            call.run()
+        _assert_same((call["topk_weights"], call["topk_ids"]), want)
+
+    def many() -> None:
+        for _ in range(4000):
+            call.run()
+
+    graphs = [_capture(many)[0]]
+    for _ in range(50):
+        graphs[1:] = [_capture(many)[0]]
+    for graph in graphs:
+        _clear(call)
+        graph.replay()
+        _assert_same((call["topk_weights"], call["topk_ids"]), want)
+
+
+def test_a_side_stream_orders_the_op_behind_its_producer(rng: torch.Generator) -> None:
+    call = make_call(CUDA, rng, FORMS["kimi linear"], tokens=16)
+    want = call.run()
+    hidden = torch.zeros_like(call["hidden_states"])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        hidden.copy_(call["hidden_states"])
+        got = call.run(hidden_states=hidden)
+        assert torch.cuda.current_stream() == stream
+    stream.synchronize()
+    _assert_same(got, want)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_the_op_waits_for_a_producer_that_lets_it_start_early(captured: bool, rng: torch.Generator) -> None:
+    late_copy = cuda_probe.load_late_copy()
+    source = make_call(CUDA, rng, FORMS["kimi k2.6"], tokens=8)
+    hidden = torch.zeros_like(source["hidden_states"])
+    call = _with_outputs(source.changed(hidden_states=hidden))
+
+    def body() -> None:
+        late_copy(source["hidden_states"], hidden)
+        call.run()
+
+    graph = _capture(body)[0] if captured else None
+    for _ in range(30):
+        source["hidden_states"].copy_(torch.randn(8, 7168, generator=rng))
+        want = source.run()
+        hidden.zero_()
+        torch.cuda.synchronize()
+        if graph is None:
+            body()
+        else:
+            graph.replay()
+        _assert_same((call["topk_weights"], call["topk_ids"]), want)
+
+
+def test_a_call_does_not_wait_for_the_device(rng: torch.Generator) -> None:
+    call = make_call(CUDA, rng)
+    call.run()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
+    call.run()
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+
+
+def test_context_stream_and_device_are_left_as_they_were(rng: torch.Generator) -> None:
+    call = make_call(CUDA, rng)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        before = cuda_probe.current_context(), torch.cuda.current_device(), torch.cuda.current_stream()
+        call.run()
+        with pytest.raises(ValueError, match="top_k"):
+            call.run(top_k=33)
+        after = cuda_probe.current_context(), torch.cuda.current_device(), torch.cuda.current_stream()
+    assert after == before
+    torch.cuda.synchronize()
+    check(make_call(CUDA, rng))
+
+
+@pytest.mark.big(device_gib=14)
+@pytest.mark.parametrize("weight", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("odd", [0, 1], ids=["aligned", "odd"])
+def test_rows_beyond_2_31_bytes(odd: int, weight: torch.dtype, rng: torch.Generator) -> None:
+    """Rows of hidden states, weights and logits, in turn, more than 2^31 bytes apart."""
+    call = make_call(CUDA, rng, tokens=4, experts=16, hidden=72, weight=weight)
+    logits = torch.empty(call.shape, dtype=call.logits_dtype, device=CUDA)
+    want = call.run(out_logits=logits)
+    memory = torch.empty(12 * 2**30, dtype=torch.uint8, device=CUDA)
+
+    def far(like: torch.Tensor, rows_bytes: int) -> torch.Tensor:
+        elements = memory.view(like.dtype)
+        stride = rows_bytes // like.element_size() + 8 + odd
+        return elements.as_strided(like.shape, (stride, 1), odd)
+
+    hidden = far(call["hidden_states"], 2**31 + 2**20)
+    hidden.copy_(call["hidden_states"])
+    got_logits = torch.empty_like(logits)
+    got = call.run(hidden_states=hidden, out_logits=got_logits)
+    if not odd:
+        _assert_same(got, want)
+        assert_same_bits(got_logits, logits, "logits")
+    assert_logits_close(got_logits, call["hidden_states"], call["gate_weight"])
+    far_weight = far(call["gate_weight"], 600 * 2**20)
+    far_weight.copy_(call["gate_weight"])
+    got = call.run(gate_weight=far_weight, out_logits=got_logits)
+    assert_logits_close(got_logits, call["hidden_states"], call["gate_weight"])
+    assert_routing(*got, scores_of(got_logits), got_logits, call.options)
+    far_logits = far(logits, 2**31 + 2**20)
+    _assert_same(call.run(out_logits=far_logits), want)
+    assert_same_bits(far_logits.contiguous(), logits, "logits")
+
+
+@pytest.mark.parametrize("weight", [BF16, FP32], ids=str)
+def test_inputs_at_every_alignment(weight: torch.dtype, rng: torch.Generator) -> None:
+    """Every base and row stride modulo 16 bytes, of either operand alone and of both."""
+    call = make_call(CUDA, rng, tokens=5, experts=33, hidden=104, weight=weight)
+
+    def moved(x: torch.Tensor, offset: int) -> torch.Tensor:
+        rows, columns = x.shape
+        storage = torch.full(((rows + 1) * (columns + 8) + 16,), math.nan, dtype=x.dtype, device=CUDA)
+        view = storage.as_strided((rows, columns), (columns + offset % 8, 1), offset)
+        view.copy_(x)
+        return view
+
+    for offset in range(1, 9):
+        for names in (("hidden_states",), ("gate_weight",), ("hidden_states", "gate_weight")):
+            check(call.changed(**{name: moved(call[name], offset) for name in names}))
