@@ -63,7 +63,7 @@ FORMS = {
     "kimi linear": Form(experts=256, hidden=2304, scaling=2.446),
     "fp32 weight": Form(experts=128, hidden=1024, weight=FP32),
     "fp32 weight, bf16 logits": Form(experts=128, hidden=1024, weight=FP32, logits=BF16),
-    "many with bf16 logits": Form(experts=640, top_k=12, scaling=2.5),
+    "many with bf16 logits": Form(experts=640, top_k=20, scaling=2.5),
     "many in groups": Form(experts=256, top_k=12, n_group=4, topk_group=2, logits=FP32),
     "22 of 512": Form(experts=512, top_k=22),
     "softmax": Form(scoring="softmax", bias=False, renormalize=False),
@@ -126,6 +126,11 @@ def matrix(layout: str, values: torch.Tensor, dtype: torch.dtype, device: torch.
     view = storage.as_strided((rows, columns), (stride, 1), offset)
     view.copy_(values)
     return storage.to(device).as_strided((rows, columns), (stride, 1), offset)
+
+
+def workspace_elements(tokens: int, experts: int) -> int:
+    """What a workspace has to hold: an element an expert and one for every 16 experts, for each token."""
+    return tokens * (experts + -(-experts // 16))
 
 
 def make_call(

@@ -22,11 +22,12 @@ from tests.moe_router_cases import (
     call_of_logits,
     make_call,
     scores_of,
+    workspace_elements,
 )
 
 FORMS = (
     Form(experts=40, hidden=136, scaling=2.5),
-    Form(experts=33, hidden=40, top_k=12, renormalize=False),
+    Form(experts=33, hidden=40, top_k=24, renormalize=False),
     Form(experts=64, hidden=72, n_group=8, topk_group=4),
     Form(experts=400, hidden=24, top_k=32, n_group=4, topk_group=2),
     Form(experts=520, hidden=8, top_k=16, bias=False),
@@ -40,7 +41,7 @@ def _check(call: Call, *, finite: bool = True) -> None:
         "topk_weights": torch.full((tokens, call["top_k"]), -7.0),
         "topk_ids": torch.full((tokens, call["top_k"]), -7, dtype=torch.int32),
         "out_logits": torch.full((tokens, experts), -7.0, dtype=call.logits_dtype),
-        "workspace": torch.full((tokens * experts,), -7),
+        "workspace": torch.full((workspace_elements(tokens, experts),), -7),
     }
     on_gpu = call.changed(**outputs).to("cuda")
     on_gpu.run()
@@ -61,7 +62,7 @@ def main() -> None:
                     layouts = {"hidden_layout": hidden_layout, "weight_layout": weight_layout}
                     _check(make_call("cpu", rng, dataclasses.replace(form, **changes, **layouts)))
     for logits in ([1.0] * 40, [-INF] * 40, [NAN, INF, 2.0, -INF] * 10):
-        for top_k in (8, 9):
+        for top_k in (8, 23):
             _check(call_of_logits(logits, top_k=top_k, bias=[0.5] * 40), finite=False)
     softmax = Form(experts=72, hidden=64, scoring="softmax", n_group=8, topk_group=3)
     make_call("cpu", rng, softmax).to("cuda").run()

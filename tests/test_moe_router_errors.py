@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vllm_hotpath
 from tests.helpers import BF16, FP16, assert_same_bits
-from tests.moe_router_cases import FP32, NAN, Call, Form, check, make_call
+from tests.moe_router_cases import FP32, NAN, Call, Form, check, make_call, workspace_elements
 from vllm_hotpath import _core
 from vllm_hotpath.ops import allocate
 
@@ -23,6 +23,7 @@ M, E, K, TOP = 3, 16, 32, 4
 FORM = Form(tokens=M, experts=E, hidden=K, top_k=TOP)
 OUTPUTS = ("out_logits", "topk_weights", "topk_ids", "workspace")
 INPUTS = ("hidden_states", "gate_weight", "bias")
+WORKSPACE = workspace_elements(M, E)
 INT32, INT64 = torch.int32, torch.int64
 
 
@@ -41,7 +42,7 @@ def _good_call(device: torch.device | str, rng: torch.Generator) -> Call:
         "out_logits": torch.full((M, E), -7.0, dtype=BF16, device=device),
         "topk_weights": torch.full((M, TOP), -7.0, device=device),
         "topk_ids": torch.full((M, TOP), -7, dtype=INT32, device=device),
-        "workspace": torch.full((M * E,), -7, dtype=INT64, device=device),
+        "workspace": torch.full((WORKSPACE,), -7, dtype=INT64, device=device),
     }
     return call.changed(**outputs)
 
@@ -53,7 +54,7 @@ SHAPES = {
     "out_logits": ((M, E), BF16),
     "topk_weights": ((M, TOP), FP32),
     "topk_ids": ((M, TOP), INT32),
-    "workspace": ((M * E,), INT64),
+    "workspace": ((WORKSPACE,), INT64),
 }
 
 
@@ -104,7 +105,7 @@ def _shape_cases() -> Iterator[Bad]:
         "out_logits": ((), (M * E,), (M, E + 1), (M + 1, E), (M - 1, E), (1, M, E), (E, M), (0, E)),
         "topk_weights": ((), (M * TOP,), (M, TOP + 1), (M + 1, TOP), (M - 1, TOP), (M, TOP, 1), (0, TOP)),
         "topk_ids": ((), (M * TOP,), (M, TOP + 1), (M + 1, TOP), (M - 1, TOP), (M, TOP, 1), (0, TOP)),
-        "workspace": ((), (0,), (M * E - 1,), (M, E - 1)),
+        "workspace": ((), (0,), (WORKSPACE - 1,), (M, E)),
     }
     for argument, wrong in shapes.items():
         for shape in wrong:

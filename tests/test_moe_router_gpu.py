@@ -28,6 +28,7 @@ from tests.moe_router_cases import (
     check,
     make_call,
     scores_of,
+    workspace_elements,
 )
 from tests.reference import moe_router as reference
 from vllm_hotpath.bench import peers
@@ -48,6 +49,8 @@ SIZES = (
     (512, 22, 1, 1),
     (896, 8, 1, 1),
     (384, 9, 1, 1),
+    (384, 24, 1, 1),
+    (640, 20, 1, 1),
     (64, 6, 1, 1),
     (72, 6, 1, 1),
     (128, 4, 8, 2),
@@ -434,7 +437,7 @@ def test_calls_behind_each_other_share_a_workspace(rng: torch.Generator) -> None
         for layer in layers:
             wants.append(layer.run())
             torch.cuda.synchronize()
-        workspace = torch.empty(tokens * 384, dtype=torch.int64, device=CUDA)
+        workspace = torch.empty(workspace_elements(tokens, 384), dtype=torch.int64, device=CUDA)
         layers = [_with_outputs(layer.changed(workspace=workspace)) for layer in layers]
 
         def body(layers: list[Call] = layers) -> None:
@@ -454,7 +457,7 @@ def test_counters_come_round(rng: torch.Generator) -> None:
     """More eager calls, and more captured ones, than there are counters."""
     call = _with_outputs(make_call(CUDA, rng, experts=64, hidden=64))
     want = make_call(CUDA, rng).changed(**{**call.args, "topk_weights": None, "topk_ids": None}).run()
-    workspace = torch.empty(64 * 3, dtype=torch.int64, device=CUDA)
+    workspace = torch.empty(workspace_elements(3, 64), dtype=torch.int64, device=CUDA)
     call.args["workspace"] = workspace
     for _ in range(70):
         _clear(call)

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers import BF16, assert_same_bits
-from tests.moe_router_cases import FORMS, FP32, Call, Form, check, make_call
+from tests.moe_router_cases import FORMS, FP32, Call, Form, check, make_call, workspace_elements
 from vllm_hotpath.ops.moe_router import moe_router
 
 OPS = torch.ops.vllm_hotpath
@@ -40,7 +40,9 @@ def _with_outputs(call: Call, *, workspace: bool = False) -> Call:
         "out_logits": torch.full((tokens, experts), -7.0, dtype=call.logits_dtype, device=device),
         "topk_weights": torch.full((tokens, call["top_k"]), -7.0, device=device),
         "topk_ids": torch.full((tokens, call["top_k"]), -7, dtype=torch.int32, device=device),
-        "workspace": torch.full((tokens * experts,), -7, device=device) if workspace else None,
+        "workspace": torch.full((workspace_elements(tokens, experts),), -7, device=device)
+        if workspace
+        else None,
     }
     return call.changed(**outputs)
 

@@ -137,7 +137,7 @@ pub fn bench_read<'py>(
         let (expected, got) = ("1, 2, 4 or 8".into(), loads.to_string());
         return Err(Error::Value { op: "bench_read", argument: "loads", expected, got });
     }
-    let mut call = Call::new(py, src, sink)?;
+    let call = Call::new(py, src, sink)?;
     if call.params.write_units == 0 {
         let (expected, got) = ("at least 16 bytes".into(), "none".into());
         return Err(Error::Value { op: "bench_read", argument: "sink", expected, got });

@@ -41,19 +41,19 @@ def scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
     return torch.sigmoid(wide) if scoring == "sigmoid" else torch.softmax(wide, -1)
 
 
-def is_for_few(options: Options, experts: int) -> bool:
-    """Whether the sizes are those of vLLM's kernel for few experts, which softmax scores always take."""
+def is_general(options: Options, experts: int) -> bool:
+    """Whether vLLM takes its kernel for all sizes, which has rules of its own; never for softmax scores."""
     if options.scoring == "softmax":
-        return True
+        return False
     if options.n_group == 1:
-        return experts <= 512 and (options.top_k <= 8 or options.top_k == 22)
+        return options.top_k > (22 if experts <= 512 else 16)
     size = experts // options.n_group
     return (
-        experts <= 256
-        and size <= 32
-        and size * options.topk_group <= 128
-        and options.top_k <= 8
-        and options.topk_group <= 4
+        experts > 256
+        or size > 32
+        or size * options.topk_group > 128
+        or options.top_k > 8
+        or options.topk_group > 4
     )
 
 
@@ -94,16 +94,16 @@ def select(given: torch.Tensor, logits: torch.Tensor, options: Options) -> Routi
 
 def _select_row(score: np.ndarray, logit: torch.Tensor, options: Options) -> tuple[list[int], list[float]]:
     experts, k = len(score), options.top_k
-    few = is_for_few(options, experts)
+    general = is_general(options, experts)
     bias = np.zeros(experts, np.float32)
     if options.bias is not None:
         bias = options.bias.detach().cpu().float().numpy()
-    rounding = torch.float32 if few else logit.dtype
+    rounding = logit.dtype if general else torch.float32
     with np.errstate(all="ignore"):
         score = _round(score, rounding)
         sums = _round(score + _round(bias, rounding), rounding)
         allowed = np.full(experts, True)
-        if not few:
+        if general:
             sums = np.where(np.isnan(sums), -np.inf, sums).astype(np.float32)
             allowed = torch.isfinite(logit).numpy() & (sums > -np.inf)
 
@@ -117,7 +117,7 @@ def _select_row(score: np.ndarray, logit: torch.Tensor, options: Options) -> tup
                 total = two[0] + two[1] if len(two) == 2 else two[0] - np.float32(np.inf)
             group_scores[group] = _round(np.float32(total), rounding)[0]
     groups = _best(group_scores, options.topk_group)
-    if not few and any(group_scores[group] == -np.inf for group in groups):
+    if general and any(group_scores[group] == -np.inf for group in groups):
         return list(range(k)), [1 / k] * k
 
     candidates = {

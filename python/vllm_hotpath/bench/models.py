@@ -9,8 +9,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Gate:
+    """The gate of a model's MoE layers, which every rank has whole, and how it selects experts."""
+
+    experts: int
+    hidden: int
+    top_k: int
+    n_group: int = 1
+    topk_group: int = 1
+    scaling: float = 1.0
+    fp32_logits: bool = False
+
+    def __str__(self) -> str:
+        return f"E={self.experts} K={self.hidden}"
+
+
+@dataclass(frozen=True)
 class Model:
-    """Attention sizes of a model, in elements, and the tensor-parallel sizes it is served with.
+    """Sizes of a model, in elements, and the tensor-parallel sizes it is served with.
 
     ``heads`` are those of its MLA layers, ``kda_heads`` those of its Kimi Delta Attention layers, 0 without.
     ``hidden`` and ``moe_intermediate`` are the widths of an NVFP4 mixture of experts, 0 without one.
@@ -26,6 +42,7 @@ class Model:
     kda_heads: int = 0
     hidden: int = 0
     moe_intermediate: int = 0
+    gate: Gate | None = None
 
     def heads_per_rank(self, tp: int) -> int:
         """Heads of an MLA layer on one of ``tp`` ranks.
@@ -52,10 +69,40 @@ class Model:
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
-        Model("kimi-k3", "Kimi-K3", heads=96, tp_sizes=(1, 2, 4, 8, 16, 32), kda_heads=96),
-        Model("kimi-k2.6", "Kimi-K2.6", 64, (1, 2, 4, 8, 16, 32), hidden=7168, moe_intermediate=2048),
-        Model("deepseek-v3", "DeepSeek-V3", 128, (1, 2, 4, 8, 16, 32), hidden=7168, moe_intermediate=2048),
-        Model("kimi-linear", "Kimi-Linear", heads=32, tp_sizes=(1, 2, 4, 8), kda_heads=32),
+        Model(
+            "kimi-k3",
+            "Kimi-K3",
+            heads=96,
+            tp_sizes=(1, 2, 4, 8, 16, 32),
+            kda_heads=96,
+            gate=Gate(896, 7168, 16, fp32_logits=True),
+        ),
+        Model(
+            "kimi-k2.6",
+            "Kimi-K2.6",
+            heads=64,
+            tp_sizes=(1, 2, 4, 8, 16, 32),
+            hidden=7168,
+            moe_intermediate=2048,
+            gate=Gate(384, 7168, 8, scaling=2.827),
+        ),
+        Model(
+            "deepseek-v3",
+            "DeepSeek-V3",
+            heads=128,
+            tp_sizes=(1, 2, 4, 8, 16, 32),
+            hidden=7168,
+            moe_intermediate=2048,
+            gate=Gate(256, 7168, 8, n_group=8, topk_group=4, scaling=2.5),
+        ),
+        Model(
+            "kimi-linear",
+            "Kimi-Linear",
+            heads=32,
+            tp_sizes=(1, 2, 4, 8),
+            kda_heads=32,
+            gate=Gate(256, 2304, 8, scaling=2.446),
+        ),
     )
 }
 

@@ -54,8 +54,8 @@ def is_supported(op: str, device: torch.device | str | int | None = None, **size
         limits = _LIMITS.get(op)
         if limits is None:
             raise TypeError(f"is_supported: {op} has no limits on sizes, got {', '.join(sizes)}")
-        if reason := limits(**sizes):
-            return Support(False, reason)
+        if limit_reason := limits(**sizes):
+            return Support(False, limit_reason)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # torch.device keeps an index in 8 bits, so a number is taken as it is.
