@@ -23,7 +23,9 @@ _CLEAN = {
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", list(_CLEAN))
-@pytest.mark.parametrize("stem", ["mla_kv_pack", "kda_decode", "kda_decode_spec", "nvfp4_quant", "moe_router"])
+@pytest.mark.parametrize(
+    "stem", ["mla_kv_pack", "kda_decode", "kda_decode_spec", "nvfp4_quant", "moe_router"]
+)
 def test_kernels_are_clean(stem: str, tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:

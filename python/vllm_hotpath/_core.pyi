@@ -188,7 +188,6 @@ def moe_router(
     allocate: Callable[[str, Sequence[int], str], Any],
     /,
 ) -> tuple[Any, Any]: ...
-
 def nvfp4_quantize(
     x: Any,
     global_scale: Any,
