@@ -19,7 +19,8 @@ pub struct Op {
 }
 
 /// One line per op.
-pub static OPS: &[Op] = &[mla_kv_pack::CONCAT, mla_kv_pack::PACK, kda_decode::DECODE, moe_router::ROUTER, bench_stream::STREAM];
+pub static OPS: &[Op] =
+    &[mla_kv_pack::CONCAT, mla_kv_pack::PACK, kda_decode::DECODE, moe_router::ROUTER, bench_stream::STREAM];
 
 /// The caller's output, or a new one that `allocate` makes.
 fn output<'py>(
