@@ -27,7 +27,8 @@ impl Stream {
         let mut status = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: a valid out pointer; the query is legal while the stream captures.
         let answer = unsafe { sys::cuStreamIsCapturing(self.0.cast(), &raw mut status) };
-        answer == sys::CUresult::CUDA_SUCCESS && status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE
+        answer == sys::CUresult::CUDA_SUCCESS
+            && status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE
     }
 }
 

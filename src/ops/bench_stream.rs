@@ -18,7 +18,8 @@ pub const STREAM: Op = Op {
     name: "bench_stream",
     stem: "bench_stream",
     kernels: &[
-        &KERNEL, &RMW[0].0, &RMW[1].0, &RMW[2].0, &RMW[3].0, &RMW[4].0, &READ[0], &READ[1], &READ[2], &READ[3],
+        &KERNEL, &RMW[0].0, &RMW[1].0, &RMW[2].0, &RMW[3].0, &RMW[4].0, &READ[0], &READ[1], &READ[2],
+        &READ[3],
     ],
 };
 

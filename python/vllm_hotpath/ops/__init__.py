@@ -75,7 +75,7 @@ _LIMITS: dict[str, Callable[..., str]] = {}
 
 
 def limit(op: str, limits: Callable[..., str]) -> None:
-    """Let ``is_supported`` ask ``limits(**sizes)`` why ``op`` does not take such a call; empty when it does."""
+    """Let ``is_supported`` ask ``limits(**sizes)`` why ``op`` refuses such a call; empty when it does not."""
     _LIMITS[op] = limits
 
 
