@@ -218,10 +218,12 @@ def test_without_candidates_the_first_experts_are_returned(device: torch.device)
         (SINGLE, INF, 0.0),
     ):
         call = call_of_logits([logits] * 64, device, bias=[bias] * 64, routed_scaling_factor=2.5, **sizes)
-        weights, ids = check(call, finite=False)
         k = sizes["top_k"]
-        assert ids[0].tolist() == list(range(k))
-        torch.testing.assert_close(weights[0].cpu(), torch.full((k,), 1 / k))
+        for renormalize in (True, False):
+            weights, ids = check(call.changed(renormalize=renormalize), finite=False)
+            assert ids[0].tolist() == list(range(k))
+            share = 1 / k if renormalize or sizes == GENERAL else 0.0
+            torch.testing.assert_close(weights[0].cpu(), torch.full((k,), share))
 
 
 def test_too_few_candidates(device: torch.device) -> None:

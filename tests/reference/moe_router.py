@@ -122,7 +122,9 @@ def _select_row(score: np.ndarray, logit: torch.Tensor, options: Options) -> tup
             group_scores[group] = _round(np.float32(total), rounding)[0]
     groups = _best(group_scores, options.topk_group)
     nothing = options.n_group == 1 and not general and (sums == -np.inf).all()
-    if nothing or (general and any(group_scores[group] == -np.inf for group in groups)):
+    if nothing:
+        return list(range(k)), [1 / k if options.renormalize else 0.0] * k
+    if general and any(group_scores[group] == -np.inf for group in groups):
         return list(range(k)), [1 / k] * k
 
     candidates = {

@@ -194,7 +194,9 @@ fn select(plan: &Plan<'_>, logits: &[f32]) -> Vec<(usize, f32)> {
         Selection::Many => !live,
     };
     if none {
-        return (0..k).map(|expert| (expert, 1.0 / f32::from(k as u16))).collect();
+        let shared = choice.selection == Selection::Many || choice.renormalize;
+        let share = if shared { 1.0 / f32::from(k as u16) } else { 0.0 };
+        return (0..k).map(|expert| (expert, share)).collect();
     }
     let mut experts: Vec<usize> = chosen.iter().flat_map(|group| group * size..(group + 1) * size).collect();
     experts.retain(|expert| scored[*expert].candidate);
