@@ -91,14 +91,14 @@ def test_every_top_k(device: torch.device, rng: torch.Generator) -> None:
 
 
 def test_every_group_size(device: torch.device, rng: torch.Generator) -> None:
-    for experts in (8, 32, 96, 256, 384, 1024):
+    for experts in (8, 96, 256, 384, 1024):
         for n_group in (group for group in range(1, 33) if experts % group == 0):
             topk_group = int(torch.randint(1, n_group + 1, (), generator=rng))
             most = min(32, experts // n_group * topk_group)
             for top_k in {1, min(8, most), most}:
                 groups = {"n_group": n_group, "topk_group": topk_group, "top_k": top_k}
                 for bias in (True, False):
-                    check(make_call(device, rng, experts=experts, hidden=32, bias=bias, **groups))
+                    check(make_call(device, rng, tokens=2, experts=experts, hidden=32, bias=bias, **groups))
 
 
 def test_all_experts_may_be_selected(device: torch.device, rng: torch.Generator) -> None:
