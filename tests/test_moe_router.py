@@ -31,8 +31,11 @@ from tests.reference import moe_router as reference
 from tests.reference.moe_router import Options
 
 EXPERTS = (8, 9, 31, 32, 33, 64, 77, 128, 255, 256, 257, 383, 384, 385, 512, 513, 777, 896, 1000, 1024)
-# The selection of few and of many experts: the smallest way to get either.
-FEW, MANY = {"top_k": 8}, {"top_k": 23}
+# What vLLM has kernels for: one group, groups as DeepSeek-V3's, and any sizes.
+SINGLE = {"top_k": 8}
+GROUPED = {"top_k": 8, "n_group": 4, "topk_group": 4}
+GENERAL = {"top_k": 23}
+KINDS = pytest.mark.parametrize("sizes", [SINGLE, GROUPED, GENERAL], ids=["single", "grouped", "general"])
 # More than the 32 lanes of a warp, and its last slot not full.
 SOME = 45
 
@@ -88,14 +91,14 @@ def test_every_top_k(device: torch.device, rng: torch.Generator) -> None:
 
 
 def test_every_group_size(device: torch.device, rng: torch.Generator) -> None:
-    for experts in (8, 32, 96, 256, 384, 1024):
+    for experts in (8, 96, 256, 384, 1024):
         for n_group in (group for group in range(1, 33) if experts % group == 0):
             topk_group = int(torch.randint(1, n_group + 1, (), generator=rng))
             most = min(32, experts // n_group * topk_group)
             for top_k in {1, min(8, most), most}:
                 groups = {"n_group": n_group, "topk_group": topk_group, "top_k": top_k}
                 for bias in (True, False):
-                    check(make_call(device, rng, experts=experts, hidden=32, bias=bias, **groups))
+                    check(make_call(device, rng, tokens=2, experts=experts, hidden=32, bias=bias, **groups))
 
 
 def test_all_experts_may_be_selected(device: torch.device, rng: torch.Generator) -> None:
@@ -117,14 +120,14 @@ def test_every_scaling(scaling: float, device: torch.device, rng: torch.Generato
         check(make_call(device, rng, scaling=scaling, renormalize=renormalize, top_k=top_k))
 
 
-@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
+@KINDS
 def test_bias_selects_and_is_no_part_of_the_weights(
     sizes: dict[str, int], device: torch.device, rng: torch.Generator
 ) -> None:
-    order = torch.randperm(SOME, generator=rng)
-    bias = torch.empty(SOME)
-    bias[order] = torch.arange(SOME, 0, -1).float() * 2
-    logits = torch.randn(SOME, generator=rng)
+    order = torch.randperm(48, generator=rng)
+    bias = torch.empty(48)
+    bias[order] = torch.arange(48, 0, -1).float() * 2
+    logits = torch.randn(48, generator=rng)
     call = call_of_logits(logits, device, bias=bias, renormalize=False, **sizes)
     weights, ids = check(call)
     k = sizes["top_k"]
@@ -133,13 +136,15 @@ def test_bias_selects_and_is_no_part_of_the_weights(
     torch.testing.assert_close(weights[0].double().cpu(), want, rtol=0, atol=2.0**-23)
 
 
-@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
+@KINDS
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_of_equal_sums_the_lower_expert_wins(
     dtype: torch.dtype, sizes: dict[str, int], device: torch.device, rng: torch.Generator
 ) -> None:
     k = sizes["top_k"]
-    for experts in (23, 32, 33, SOME, 384, 1000):
+    for experts in (24, 32, 33, SOME, 128, 384, 1000):
+        if experts % sizes.get("n_group", 1):
+            continue
         for bias in (None, [0.25] * experts):
             call = call_of_logits([1.5] * experts, device, dtype=dtype, bias=bias, **sizes)
             weights, ids = check(call)
@@ -161,17 +166,16 @@ def test_rows_of_equal_weights_tie(device: torch.device, rng: torch.Generator) -
         assert torch.equal(ids[:, :3], want)
 
 
-@pytest.mark.parametrize("groups", [{}, {"n_group": 4, "topk_group": 2}], ids=["one group", "groups"])
-@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
-def test_all_minus_infinity(sizes: dict[str, int], groups: dict[str, int], device: torch.device) -> None:
-    """Scores of zero, whose sum renormalises to zeros. Of many, none is selected and expert 0 fills up."""
-    weights, ids = check(call_of_logits([-INF] * 64, device, **sizes, **groups), finite=False)
+@KINDS
+def test_all_minus_infinity(sizes: dict[str, int], device: torch.device) -> None:
+    """In one group there is nothing to select, in groups scores are zero, in general expert 0 fills up."""
+    weights, ids = check(call_of_logits([-INF] * 64, device, **sizes), finite=False)
     k = sizes["top_k"]
-    assert ids[0].tolist() == ([0] * k if sizes == MANY else list(range(k)))
-    assert weights[0].tolist() == [0.0] * k
+    assert ids[0].tolist() == ([0] * k if sizes == GENERAL else list(range(k)))
+    assert weights[0].tolist() == [1 / k if sizes == SINGLE else 0.0] * k
 
 
-@pytest.mark.parametrize("sizes", [FEW, MANY], ids=["few", "many"])
+@KINDS
 def test_a_zero_sum_renormalises_to_zeros(sizes: dict[str, int], device: torch.device) -> None:
     call = call_of_logits([-120.0] * 64, device, bias=[11.0 + i % 7 for i in range(64)], **sizes)
     weights, ids = check(call)
@@ -181,18 +185,19 @@ def test_a_zero_sum_renormalises_to_zeros(sizes: dict[str, int], device: torch.d
     assert check(scaled)[0][0].tolist() == [0.0] * sizes["top_k"]
 
 
-def test_nan_is_above_everything_in_few_and_below_in_many(device: torch.device) -> None:
+def test_nan_is_above_everything_in_groups_and_last_or_never_elsewhere(device: torch.device) -> None:
     logits = [0.1 * i for i in range(64)]
     logits[5] = logits[40] = NAN
     logits[50] = INF
-    weights, ids = check(call_of_logits(logits, device, renormalize=False, **FEW), finite=False)
+    weights, ids = check(call_of_logits(logits, device, renormalize=False, **GROUPED), finite=False)
     assert ids[0].tolist() == [5, 40, 50, 63, 62, 61, 60, 59]
     assert weights[0, :2].isnan().all()
     assert weights[0, 2] == 1
     assert not weights[0, 2:].isnan().any()
-    weights, ids = check(call_of_logits(logits, device, **MANY), finite=False)
-    assert ids[0].tolist() == [i for i in range(63, 38, -1) if i not in (40, 50)]
-    assert weights.isfinite().all()
+    for sizes in (SINGLE, GENERAL):
+        weights, ids = check(call_of_logits(logits, device, **sizes), finite=False)
+        assert ids[0].tolist() == [i for i in range(63, 38, -1) if i not in (40, 50)][: sizes["top_k"]]
+        assert weights.isfinite().all()
 
 
 def test_a_nan_spoils_only_its_token(device: torch.device, rng: torch.Generator) -> None:
@@ -207,18 +212,28 @@ def test_a_nan_spoils_only_its_token(device: torch.device, rng: torch.Generator)
             assert_same_bits(got[1][row], want[1][row], "ids")
 
 
-def test_many_without_candidates_returns_the_first_experts(device: torch.device) -> None:
-    for logits, bias in ((NAN, 0.0), (1.0, -INF), (1.0, NAN)):
-        call = call_of_logits([logits] * 64, device, bias=[bias] * 64, routed_scaling_factor=2.5, **MANY)
-        weights, ids = check(call, finite=False)
-        assert ids[0].tolist() == list(range(23))
-        torch.testing.assert_close(weights[0].cpu(), torch.full((23,), 1 / 23))
+def test_without_candidates_the_first_experts_are_returned(device: torch.device) -> None:
+    for sizes, logits, bias in (
+        *((sizes, *case) for sizes in (SINGLE, GENERAL) for case in ((NAN, 0.0), (1.0, -INF), (1.0, NAN))),
+        (SINGLE, INF, 0.0),
+    ):
+        call = call_of_logits([logits] * 64, device, bias=[bias] * 64, routed_scaling_factor=2.5, **sizes)
+        k = sizes["top_k"]
+        for renormalize in (True, False):
+            weights, ids = check(call.changed(renormalize=renormalize), finite=False)
+            assert ids[0].tolist() == list(range(k))
+            share = 1 / k if renormalize or sizes == GENERAL else 0.0
+            torch.testing.assert_close(weights[0].cpu(), torch.full((k,), share))
 
 
-def test_many_with_too_few_candidates_fill_up_with_expert_0(device: torch.device) -> None:
+def test_too_few_candidates(device: torch.device) -> None:
+    """In one group what is not finite follows with weight zero; in general expert 0 fills up."""
     logits = [INF] * 64
     logits[7], logits[30], logits[60] = 1.0, 2.0, -3.0
-    weights, ids = check(call_of_logits(logits, device, **MANY), finite=False)
+    weights, ids = check(call_of_logits(logits, device, **SINGLE), finite=False)
+    assert ids[0].tolist() == [30, 7, 60, 0, 1, 2, 3, 4]
+    assert weights[0, 3:].tolist() == [0.0] * 5
+    weights, ids = check(call_of_logits(logits, device, **GENERAL), finite=False)
     assert ids[0].tolist() == [30, 7, 60] + [0] * 20
     assert weights[0, 3:].tolist() == [weights[0, 3]] * 20
 

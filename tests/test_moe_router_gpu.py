@@ -150,7 +150,10 @@ def test_random_logits_route_as_vllm_routes_them(
 def test_awkward_logits_route_as_vllm_routes_them(
     experts: int, top_k: int, n_group: int, topk_group: int, logits: torch.dtype, rng: torch.Generator
 ) -> None:
-    """Ties, infinities and NaN, few and many of them."""
+    """Ties, infinities and NaN, few and many of them.
+
+    No bias excludes whole groups: the peer would return an expert several times.
+    """
 
     def some(values: tuple[float, ...]) -> torch.Tensor:
         return torch.tensor(values)[torch.randint(len(values), (experts,), generator=rng)]

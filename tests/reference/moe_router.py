@@ -102,6 +102,10 @@ def _select_row(score: np.ndarray, logit: torch.Tensor, options: Options) -> tup
     with np.errstate(all="ignore"):
         score = _round(score, rounding)
         sums = _round(score + _round(bias, rounding), rounding)
+        if options.n_group == 1 and not general and options.scoring == "sigmoid":
+            finite = torch.isfinite(logit).numpy() & np.isfinite(sums)
+            score = np.where(finite, score, 0).astype(np.float32)
+            sums = np.where(finite, sums, -np.inf).astype(np.float32)
         allowed = np.full(experts, True)
         if general:
             sums = np.where(np.isnan(sums), -np.inf, sums).astype(np.float32)
@@ -117,6 +121,9 @@ def _select_row(score: np.ndarray, logit: torch.Tensor, options: Options) -> tup
                 total = two[0] + two[1] if len(two) == 2 else two[0] - np.float32(np.inf)
             group_scores[group] = _round(np.float32(total), rounding)[0]
     groups = _best(group_scores, options.topk_group)
+    nothing = options.n_group == 1 and not general and (sums == -np.inf).all()
+    if nothing:
+        return list(range(k)), [1 / k if options.renormalize else 0.0] * k
     if general and any(group_scores[group] == -np.inf for group in groups):
         return list(range(k)), [1 / k] * k
 

@@ -45,10 +45,11 @@ def moe_router(
         topk_weights = scores[topk_ids]; renormalised to a sum of 1; times routed_scaling_factor
 
     Given the same logits, ids and weights of sigmoid scoring with a bias equal those of vLLM 0.33.0's
-    ``grouped_topk`` on the GPU, bit by bit, for all sizes: with more than 512 experts, more than 8 experts a
-    token, or large groups, scores and sums are rounded to ``logits_dtype`` in between, logits that are not
-    finite are never selected, and a token without candidates gets experts ``0 ... top_k - 1`` with equal
-    weights. In the other sizes a NaN logit is above all others. A zero sum renormalises to zeros.
+    ``grouped_topk`` on the GPU, bit by bit, for all sizes. Logits that are not finite are treated as there:
+    in one group they come last with weight zero, in groups a NaN is above all others, and in large calls
+    (groups of more than 32 experts, or more than 8 experts a token from groups, or more than 16 from one)
+    they are never selected and scores and sums are rounded to ``logits_dtype`` in between
+    (``docs/numerics.md`` has every rule). A zero sum renormalises to zeros.
 
     ``M`` is the number of tokens, ``E`` that of experts, ``K`` the hidden size.
 
@@ -69,8 +70,8 @@ def moe_router(
         out_logits: ``[M, E]`` of ``logits_dtype``, row stride free, column stride 1, for the logits.
         topk_weights: fp32 ``[M, top_k]``, contiguous. None allocates.
         topk_ids: int32 ``[M, top_k]``, contiguous. None allocates.
-        workspace: int64, at least ``M * E`` elements, contiguous, for CUDA; its contents do not matter before
-            and after. None allocates from torch's pool.
+        workspace: int64, at least ``M * (E + ceil(E / 16))`` elements, contiguous, for CUDA; its contents do
+            not matter before and after. None allocates from torch's pool.
 
     Returns:
         ``(topk_weights, topk_ids)``, best first. Without tokens nothing is launched.
@@ -85,9 +86,7 @@ def moe_router(
         raise TypeError(
             f"moe_router: logits_dtype: expected torch.bfloat16 or torch.float32, got {logits_dtype}"
         )
-    if through_dispatcher(
-        hidden_states, gate_weight, bias, out_logits, topk_weights, topk_ids, workspace
-    ):
+    if through_dispatcher(hidden_states, gate_weight, bias, out_logits, topk_weights, topk_ids, workspace):
         if topk_weights is None:
             shape = (hidden_states.shape[0], top_k)
             topk_weights = hidden_states.new_empty(shape, dtype=torch.float32)

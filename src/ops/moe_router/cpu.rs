@@ -79,8 +79,8 @@ pub fn run(plan: &Plan<'_>) {
             let at = token * plan.choice.top_k as usize + place;
             // SAFETY: checked contiguous outputs of tokens * top_k elements.
             unsafe {
-                plan.topk_ids.data.cast::<i32>().add(at).write(expert as i32);
-                plan.topk_weights.data.cast::<f32>().add(at).write(weight);
+                plan.topk_ids.data.cast::<[u8; 4]>().add(at).write((expert as i32).to_le_bytes());
+                plan.topk_weights.data.cast::<[u8; 4]>().add(at).write(weight.to_le_bytes());
             }
         }
     }
@@ -97,9 +97,9 @@ unsafe fn store_logit(out: &Tensor, at: i64, logit: f32) {
     // SAFETY: the caller's promise.
     unsafe {
         if out.dtype == DType::BF16 {
-            out.data.cast::<bf16>().offset(at as isize).write(bf16::from_f32(logit));
+            out.data.cast::<[u8; 2]>().offset(at as isize).write(bf16::from_f32(logit).to_le_bytes());
         } else {
-            out.data.cast::<f32>().offset(at as isize).write(logit);
+            out.data.cast::<[u8; 4]>().offset(at as isize).write(logit.to_le_bytes());
         }
     }
 }
@@ -123,7 +123,8 @@ fn scores(plan: &Plan<'_>, logits: &[f32]) -> Vec<Scored> {
     let choice = plan.choice;
     let bias = |expert: usize| {
         // SAFETY: checked contiguous bias of one element an expert.
-        plan.bias.map_or(0.0, |bias| unsafe { bias.data.cast::<f32>().add(expert).read() })
+        plan.bias
+            .map_or(0.0, |bias| unsafe { f32::from_le_bytes(bias.data.cast::<[u8; 4]>().add(expert).read()) })
     };
     if choice.scoring == Scoring::Softmax {
         let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -137,14 +138,20 @@ fn scores(plan: &Plan<'_>, logits: &[f32]) -> Vec<Scored> {
     let rounded = choice.selection == Selection::Many && plan.logits_dtype == DType::BF16;
     let round = |value: f32| if rounded { round_to_bf16(value) } else { value };
     let scored = logits.iter().enumerate().map(|(expert, logit)| {
-        let score = round(0.5_f32.mul_add((0.5 * logit).tanh(), 0.5));
+        let mut score = round(0.5_f32.mul_add((0.5 * logit).tanh(), 0.5));
         let mut sum = round(score + round(bias(expert)));
         let mut candidate = true;
-        if choice.selection == Selection::Many {
-            if sum.is_nan() {
-                sum = f32::NEG_INFINITY;
+        match choice.selection {
+            Selection::Single if !(logit.is_finite() && sum.is_finite()) => {
+                (score, sum) = (0.0, f32::NEG_INFINITY);
             }
-            candidate = logit.is_finite() && sum > f32::NEG_INFINITY;
+            Selection::Many => {
+                if sum.is_nan() {
+                    sum = f32::NEG_INFINITY;
+                }
+                candidate = logit.is_finite() && sum > f32::NEG_INFINITY;
+            }
+            Selection::Single | Selection::Few => {}
         }
         Scored { score, sum, candidate }
     });
@@ -165,11 +172,11 @@ fn groups(plan: &Plan<'_>, scored: &[Scored]) -> (Vec<usize>, bool) {
         let rounded = choice.selection == Selection::Many && plan.logits_dtype == DType::BF16;
         if rounded { round_to_bf16(score) } else { score }
     };
-    let scores: Vec<f32> = scored.chunks_exact(size).map(score).collect();
-    let mut best: Vec<usize> = (0..scores.len()).collect();
-    best.sort_by_key(|group| Reverse(order_key(scores[*group])));
+    let keys: Vec<u32> = scored.chunks_exact(size).map(|group| order_key(score(group))).collect();
+    let mut best: Vec<usize> = (0..keys.len()).collect();
+    best.sort_by_key(|group| Reverse(keys[*group]));
     best.truncate(choice.top_groups as usize);
-    let live = best.iter().all(|group| order_key(scores[*group]) > order_key(f32::NEG_INFINITY));
+    let live = best.iter().all(|group| keys[*group] > order_key(f32::NEG_INFINITY));
     (best, live)
 }
 
@@ -177,12 +184,19 @@ fn groups(plan: &Plan<'_>, scored: &[Scored]) -> (Vec<usize>, bool) {
 fn select(plan: &Plan<'_>, logits: &[f32]) -> Vec<(usize, f32)> {
     let choice = plan.choice;
     let k = choice.top_k as usize;
-    let many = choice.selection == Selection::Many;
     let scored = scores(plan, logits);
     let size = scored.len() / choice.groups as usize;
     let (chosen, live) = groups(plan, &scored);
-    if many && !live {
-        return (0..k).map(|expert| (expert, 1.0 / k as f32)).collect();
+    let nothing = order_key(f32::NEG_INFINITY);
+    let none = match choice.selection {
+        Selection::Single => scored.iter().all(|expert| order_key(expert.sum) <= nothing),
+        Selection::Few => false,
+        Selection::Many => !live,
+    };
+    if none {
+        let shared = choice.selection == Selection::Many || choice.renormalize;
+        let share = if shared { 1.0 / f32::from(k as u16) } else { 0.0 };
+        return (0..k).map(|expert| (expert, share)).collect();
     }
     let mut experts: Vec<usize> = chosen.iter().flat_map(|group| group * size..(group + 1) * size).collect();
     experts.retain(|expert| scored[*expert].candidate);
@@ -192,12 +206,12 @@ fn select(plan: &Plan<'_>, logits: &[f32]) -> Vec<(usize, f32)> {
 
     let sum: f32 = experts.iter().map(|expert| scored[*expert].score).sum();
     let weight = |score: f32| {
-        if many {
-            let scale = choice.scaling as f32;
-            score * if choice.renormalize { scale / (1e-20 + sum) } else { scale }
-        } else {
+        if choice.selection == Selection::Few {
             let weight = (f64::from(score) * choice.scaling) as f32;
             if choice.renormalize { (f64::from(weight) / (f64::from(sum) + 1e-20)) as f32 } else { weight }
+        } else {
+            let scale = choice.scaling as f32;
+            score * if choice.renormalize { scale / (1e-20 + sum) } else { scale }
         }
     };
     experts.iter().map(|expert| (*expert, weight(scored[*expert].score))).collect()

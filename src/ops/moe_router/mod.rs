@@ -31,7 +31,9 @@ enum Scoring {
 /// How vLLM 0.33.0's `grouped_topk` computes, which depends on the sizes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Selection {
-    /// Its kernel for few experts: scores in fp32, NaN above everything.
+    /// Its kernels for one group: scores in fp32, weights by one factor; what is not finite comes last, with weight zero.
+    Single,
+    /// Its kernel for few experts in groups: scores in fp32, weights divided; NaN above everything.
     Few,
     /// Its kernel for any number: scores and sums rounded to the logits' dtype, what is not finite is never selected.
     Many,
@@ -60,7 +62,7 @@ struct Plan<'a> {
     choice: Choice,
     topk_weights: &'a Tensor,
     topk_ids: &'a Tensor,
-    /// On CUDA: `[tokens, experts]` of 8 bytes.
+    /// On CUDA: 8 bytes an expert and 8 bytes a cluster of experts, for each token.
     workspace: Option<&'a Tensor>,
 }
 
@@ -81,12 +83,18 @@ impl Plan<'_> {
     }
 }
 
-/// The sizes for which vLLM takes its kernel for few experts. With softmax it computes the scores beforehand.
+/// The kernel that vLLM takes for these sizes. With softmax it computes the scores beforehand.
 fn selection(scoring: Scoring, experts: i64, top_k: i64, groups: i64, top_groups: i64) -> Selection {
-    let one_group = groups == 1 && experts <= 512 && (top_k <= 8 || top_k == 22);
     let group = experts / groups;
-    let grouped = groups > 1 && experts <= 256 && group <= 32 && group * top_groups <= 128 && top_k <= 8 && top_groups <= 4;
-    if scoring == Scoring::Softmax || one_group || grouped { Selection::Few } else { Selection::Many }
+    let few = experts <= 256 && group <= 32 && group * top_groups <= 128 && top_k <= 8 && top_groups <= 4;
+    let single = top_k <= 16 || (top_k <= 22 && experts <= 512);
+    match (groups, scoring) {
+        (1, Scoring::Softmax) => Selection::Single,
+        (1, Scoring::Sigmoid) if single => Selection::Single,
+        (2.., Scoring::Softmax) => Selection::Few,
+        (2.., Scoring::Sigmoid) if few => Selection::Few,
+        _ => Selection::Many,
+    }
 }
 
 fn option_error(argument: &'static str, expected: impl Into<String>, got: impl std::fmt::Display) -> Error {
@@ -114,11 +122,16 @@ impl Options<'_> {
             return Err(option_error("n_group", expected, self.n_group));
         }
         if !(1..=self.n_group).contains(&self.topk_group) {
-            return Err(option_error("topk_group", format!("from 1 to n_group ({})", self.n_group), self.topk_group));
+            return Err(option_error(
+                "topk_group",
+                format!("from 1 to n_group ({})", self.n_group),
+                self.topk_group,
+            ));
         }
         let most = MAX_TOP_K.min(experts / self.n_group * self.topk_group);
         if !(1..=most).contains(&self.top_k) {
-            let expected = format!("from 1 to {most} (at most {MAX_TOP_K} and the experts of topk_group groups)");
+            let expected =
+                format!("from 1 to {most} (at most {MAX_TOP_K} and the experts of topk_group groups)");
             return Err(option_error("top_k", expected, self.top_k));
         }
         if !self.routed_scaling_factor.is_finite() {
@@ -231,12 +244,13 @@ pub fn moe_router<'py>(
     let mut scratch = Tensor::unset(op, "workspace");
     let on_gpu = matches!(hidden.device, Device::Cuda(_));
     if workspace.is_some() || (on_gpu && tokens > 0) {
-        let object = output(workspace, allocate, hidden.device, &[tokens, experts], DType::I64)?;
+        let elements = tokens * (experts + cuda::clusters(experts));
+        let object = output(workspace, allocate, hidden.device, &[elements], DType::I64)?;
         arguments.read(&object, &mut scratch)?;
         scratch.expect_dtype(&[DType::I64])?;
         scratch.expect_contiguous()?;
-        if scratch.numel() < tokens * experts {
-            return Err(scratch.value_error(format!("at least {} elements (tokens * experts)", tokens * experts)));
+        if scratch.numel() < elements {
+            return Err(scratch.value_error(format!("at least {elements} elements")));
         }
     }
 
@@ -287,12 +301,15 @@ mod tests {
 
     #[test]
     fn the_models_take_the_kernel_that_vllm_takes() {
-        let of = |experts, top_k, groups, top_groups| selection(Scoring::Sigmoid, experts, top_k, groups, top_groups);
-        assert_eq!(of(384, 8, 1, 1), Selection::Few);
+        let of = |experts, top_k, groups, top_groups| {
+            selection(Scoring::Sigmoid, experts, top_k, groups, top_groups)
+        };
+        assert_eq!(of(384, 8, 1, 1), Selection::Single);
         assert_eq!(of(256, 8, 8, 4), Selection::Few);
-        assert_eq!(of(512, 22, 1, 1), Selection::Few);
-        assert_eq!(of(896, 8, 1, 1), Selection::Many);
-        assert_eq!(of(384, 16, 1, 1), Selection::Many);
+        assert_eq!(of(512, 22, 1, 1), Selection::Single);
+        assert_eq!(of(896, 16, 1, 1), Selection::Single);
+        assert_eq!(of(896, 22, 1, 1), Selection::Many);
+        assert_eq!(of(384, 32, 1, 1), Selection::Many);
         assert_eq!(of(256, 8, 8, 5), Selection::Many);
         assert_eq!(of(256, 8, 4, 2), Selection::Many);
     }
