@@ -25,11 +25,11 @@ _REACH = 2.0**-21
 def e2m1_encode(y: np.ndarray) -> np.ndarray:
     """Round to e2m1 codes: nearest, ties to the even code, saturated to +-6, NaN to code 7."""
     magnitude = np.abs(y)
-    code = np.searchsorted(_TIES, magnitude)
-    is_tie = magnitude == np.append(_TIES, np.inf)[code]
-    code += is_tie & (code % 2 == 1) & (code < 7)
-    code = np.where(np.isnan(y), 7, code | np.signbit(y) << 3)
-    return code.astype(np.uint8)
+    code = np.signbit(y).astype(np.uint8) << 3
+    for lower, tie in enumerate(_TIES):
+        code += magnitude > tie if lower % 2 == 0 else magnitude >= tie
+    code[np.isnan(y)] = 7
+    return code
 
 
 def quantize(x: np.ndarray, global_scale: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.helpers import assert_same_bits
+from tests.vllm import compare_moe_router
+from tests.vllm.compare import counted
 from tests.vllm.driver import load_plugins
 
 if TYPE_CHECKING:
@@ -82,6 +85,7 @@ class Runner:
         torch.nn.Module.__init__(made) if isinstance(made, torch.nn.Module) else None
         vars(made).update(
             _shared_experts=experts, gate=self.gate, _fse_fuse_gate=False,
+            router=None, moe_config=experts._moe_config, layer_name="model.layers.3.mlp.experts",
             _quant_method=SimpleNamespace(is_monolithic=True, apply_monolithic=self.routed),
             _sequence_parallel_context=contextlib.nullcontext,
             _maybe_dispatch=lambda _layer, hidden, logits: (hidden, logits),
@@ -172,6 +176,38 @@ def check_other_calls(feature: Any, capture: Any) -> None:
             assert [call for call in CALLS if not call.startswith("gate")] == sequence
 
 
+def check_with_the_router(feature: Any, capture: Any) -> None:
+    """The router feature wraps the same method: both do their part of one call."""
+    from vllm_hotpath.plugin import register
+
+    os.environ[compare_moe_router.FLAG] = "1"
+    register()
+    wrapped = sys.modules[RUNNER].MoERunner._forward_impl.__wrapped__.__wrapped__
+    assert wrapped.__code__.co_filename == sys.modules[RUNNER].__file__
+    check_other_calls(feature, capture)
+
+    case = compare_moe_router.Case("with shared experts", {}, {"experts": 32})
+    layer = case.make()
+    layer._shared_experts = experts = Runner(tokens=5).experts
+    stand_in = layer.experts_stand_in
+    x = compare_moe_router.activations(5).as_subclass(Input)
+    for capturing, expected in ((True, [STOCK[0], STOCK[1], *STOCK[4:]]), (True, [*FORK, *JOIN])):
+        capture(capturing)
+        CALLS.clear()
+        with compare_moe_router.context(), counted("moe_router") as calls:
+            shared_out, _ = layer._forward_impl(stand_in, x, x, x)
+        assert (len(calls), expected) == (1, CALLS)
+        assert_same_bits(shared_out.as_subclass(torch.Tensor), x.as_subclass(torch.Tensor).sigmoid())
+        weights, ids = stand_in.routed.pop()
+        logits, _ = layer.gate(x)
+        with compare_moe_router.kernels_of_torch():
+            want = layer.router._compute_routing(x, logits.clone(), None)
+        order, wanted = ids.argsort(-1), want[1].argsort(-1)
+        assert torch.equal(ids.gather(-1, order), want[1].gather(-1, wanted))
+        torch.testing.assert_close(weights.gather(-1, order), want[0].gather(-1, wanted))
+    assert experts._output == [None, None]
+
+
 def run() -> str:
     load_plugins()
     shared, runner = importlib.import_module(SHARED), importlib.import_module(RUNNER)
@@ -196,6 +232,7 @@ def run() -> str:
 
     check(feature, capture)
     check_other_calls(feature, capture)
+    check_with_the_router(feature, capture)
     return "compared"
 
 
