@@ -14,6 +14,7 @@ namespace hotpath {
 constexpr int kGateRows = 16;        // experts of a cluster
 constexpr int kGateThreads = 256;
 constexpr int kGateWarps = kGateThreads / 32;
+constexpr int kGateWarpsLog2 = 3;
 constexpr int kGateStep = 32;        // values of K
 constexpr int kGateTokens = 8;       // of a tile: the instruction's n
 constexpr int kGatePitch = 20;       // floats from token to token of a tile in shared memory: no bank conflicts
@@ -26,15 +27,51 @@ struct GateOperands {
     uint32_t tokens, experts, k;
 };
 
+// Loads under a condition, zero without. Predicated, not branched around: behind a branch each load would wait for itself.
+
+__device__ __forceinline__ uint4 load_16_if(bool condition, const void* address) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_8_if(bool condition, const void* address) {
+    uint2 v = make_uint2(0, 0);
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p ld.global.v2.u32 {%0, %1}, [%2];\n\t}"
+                 : "+r"(v.x), "+r"(v.y)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_u32_if(bool condition, const void* address) {
+    uint32_t v = 0;
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p ld.global.u32 %0, [%1];\n\t}"
+                 : "+r"(v)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_u16_if(bool condition, const void* address) {
+    uint16_t v = 0;
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p ld.global.u16 %0, [%1];\n\t}"
+                 : "+h"(v)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+    return v;
+}
+
 // Eight values from `address`, of which the alignment may be that of one element only.
 template <bool kAligned>
-__device__ __forceinline__ uint4 load_eight_bf16(const uint8_t* address) {
-    if constexpr (kAligned) return load_16(address);
-    const uint16_t* at = reinterpret_cast<const uint16_t*>(address);
-    uint32_t w[4];
+__device__ __forceinline__ uint4 load_eight_bf16_if(bool condition, const uint8_t* address) {
+    if constexpr (kAligned) {
+        return load_16_if(condition, address);
+    } else {
+        uint32_t w[8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = at[2 * i] | static_cast<uint32_t>(at[2 * i + 1]) << 16;
-    return make_uint4(w[0], w[1], w[2], w[3]);
+        for (int i = 0; i < 8; ++i) w[i] = load_u16_if(condition, address + 2 * i);
+        return make_uint4(w[0] | w[1] << 16, w[2] | w[3] << 16, w[4] | w[5] << 16, w[6] | w[7] << 16);
+    }
 }
 
 __device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -53,10 +90,9 @@ struct Eight<uint16_t> {  // bf16
     uint4 bits;
 
     template <bool kAligned>
-    __device__ __forceinline__ void load(const uint8_t* row, uint32_t column) {
-        bits = load_eight_bf16<kAligned>(row + static_cast<int64_t>(column) * 2);
+    __device__ __forceinline__ void load_if(bool condition, const uint8_t* row, uint32_t column) {
+        bits = load_eight_bf16_if<kAligned>(condition, row + static_cast<int64_t>(column) * 2);
     }
-    __device__ __forceinline__ void clear() { bits = make_uint4(0, 0, 0, 0); }
 };
 
 template <>
@@ -64,18 +100,19 @@ struct Eight<float> {
     uint4 low, high;
 
     template <bool kAligned>
-    __device__ __forceinline__ void load(const uint8_t* row, uint32_t column) {
+    __device__ __forceinline__ void load_if(bool condition, const uint8_t* row, uint32_t column) {
         const uint8_t* at = row + static_cast<int64_t>(column) * 4;
         if constexpr (kAligned) {
-            low = load_16(at);
-            high = load_16(at + 16);
+            low = load_16_if(condition, at);
+            high = load_16_if(condition, at + 16);
         } else {
-            const uint32_t* words = reinterpret_cast<const uint32_t*>(at);
-            low = make_uint4(words[0], words[1], words[2], words[3]);
-            high = make_uint4(words[4], words[5], words[6], words[7]);
+            uint32_t w[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) w[i] = load_u32_if(condition, at + 4 * i);
+            low = make_uint4(w[0], w[1], w[2], w[3]);
+            high = make_uint4(w[4], w[5], w[6], w[7]);
         }
     }
-    __device__ __forceinline__ void clear() { low = high = make_uint4(0, 0, 0, 0); }
 };
 
 template <int kTiles>
@@ -122,13 +159,14 @@ __device__ __forceinline__ void multiply(GateSums<kTiles>& sums, const Eight<flo
     }
 }
 
-// The warp's share of the logits of a cluster's experts: slice `slice` of `slices` of K. Weights of the first steps are
+// The warp's share of the logits of a cluster's experts: slice `slice` of 2^`slices_log2` of K. Weights of the first steps are
 // on their way before the wait for the grid that computes x.
 template <typename Weight, int kTiles, bool kAligned, int kBatch>
-__device__ __forceinline__ void gate_slice(const GateOperands& p, uint32_t first_expert, uint32_t slice, uint32_t slices, GateSums<kTiles>& sums) {
+__device__ __forceinline__ void gate_slice(const GateOperands& p, uint32_t first_expert, uint32_t slice, uint32_t slices_log2,
+                                           GateSums<kTiles>& sums) {
     const uint32_t lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 8;
     const uint32_t steps = (p.k + kGateStep - 1) / kGateStep;
-    const uint32_t begin = slice * steps / slices, end = (slice + 1) * steps / slices;
+    const uint32_t begin = slice * steps >> slices_log2, end = (slice + 1) * steps >> slices_log2;
     const uint32_t upper = first_expert + row, lower = upper + 8;
     const uint8_t* upper_row = p.weight + upper * p.weight_row;
     const uint8_t* lower_row = p.weight + lower * p.weight_row;
@@ -142,10 +180,8 @@ __device__ __forceinline__ void gate_slice(const GateOperands& p, uint32_t first
         for (int i = 0; i < kBatch; ++i) {
             const uint32_t at = (step + i) * kGateStep + column;
             const bool inside = step + i < end && at < p.k;
-            weights[0][i].clear();
-            weights[1][i].clear();
-            if (inside && upper < p.experts) weights[0][i].template load<kAligned>(upper_row, at);
-            if (inside && lower < p.experts) weights[1][i].template load<kAligned>(lower_row, at);
+            weights[0][i].template load_if<kAligned>(inside && upper < p.experts, upper_row, at);
+            weights[1][i].template load_if<kAligned>(inside && lower < p.experts, lower_row, at);
         }
     };
 #pragma unroll
@@ -160,9 +196,8 @@ __device__ __forceinline__ void gate_slice(const GateOperands& p, uint32_t first
             const uint32_t at = (step + i) * kGateStep + column;
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
-                x[i][t] = make_uint4(0, 0, 0, 0);
-                if (step + i < end && at < p.k && t * kGateTokens + row < p.tokens)
-                    x[i][t] = load_eight_bf16<kAligned>(x_rows[t] + static_cast<int64_t>(at) * 2);
+                const bool inside = step + i < end && at < p.k && t * kGateTokens + row < p.tokens;
+                x[i][t] = load_eight_bf16_if<kAligned>(inside, x_rows[t] + static_cast<int64_t>(at) * 2);
             }
         }
 #pragma unroll

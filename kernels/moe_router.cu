@@ -11,8 +11,9 @@ namespace {
 enum Scoring : uint32_t { kSigmoid = 0, kSoftmax = 1 };
 // How vLLM's grouped_topk computes for these sizes. Host twin: src/ops/moe_router/mod.rs, Selection.
 enum Selection : uint32_t {
-    kFew = 0,   // scores in fp32, NaN above everything
-    kMany = 1,  // scores and sums rounded to the logits' dtype, what is not finite is never selected
+    kSingle = 0,  // scores in fp32, weights by one factor, what is not finite last and with weight zero
+    kFew = 1,     // scores in fp32, weights divided; NaN above everything
+    kMany = 2,    // scores and sums rounded to the logits' dtype, what is not finite is never selected
 };
 
 // Host twin: src/ops/moe_router/cuda.rs, RouterParams.
@@ -20,12 +21,12 @@ struct RouterParams {
     GateOperands gate;
     const float* bias;    // null without
     uint8_t* logits;      // null without; row stride in elements below
-    uint2* scratch;       // [tokens, experts]: score (softmax: logit) and selection key
+    uint2* scratch;       // [tokens, experts]: score (softmax: logit) and key; then [tokens, clusters]: best and second key
     float* weights;       // [tokens, top_k]
     int32_t* ids;         // [tokens, top_k]
     int64_t logits_row;
     double scaling;
-    uint32_t cluster;     // blocks
+    uint32_t cluster_log2;  // blocks of a cluster
     uint32_t ticket;      // which of the counters
     uint32_t top_k, groups, group_experts, top_groups;
     uint32_t scoring, selection, renormalize;
@@ -40,17 +41,40 @@ __device__ uint32_t moe_router_tickets[kTickets];
 
 // ---- Thread-block clusters -----------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Stores to the shared memory of the cluster's first block, at the address that `address` has here.
-__device__ __forceinline__ void store_to_first_block(float* address, float value) {
+__device__ __forceinline__ uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
+
+// Where `address` of this block's shared memory is in another block of the cluster.
+__device__ __forceinline__ uint32_t address_in_block(const void* address, uint32_t block) {
     uint32_t at;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(at)
-                 : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))), "r"(0));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory");
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(address)), "r"(block));
+    return at;
+}
+
+__device__ __forceinline__ void store_to_block(uint32_t* address, uint32_t block, uint32_t value) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_block(address, block)), "r"(value) : "memory");
+}
+
+// A barrier in shared memory that is passed once `bytes` have been stored by send(): no fence, unlike a cluster barrier.
+__device__ __forceinline__ void expect(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void send(uint32_t to, float value, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(value)), "r"(barrier)
+                 : "memory");
+}
+
+__device__ __forceinline__ void wait_for_bytes(uint64_t* barrier) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n"
+        "WAIT_%=:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t@!done bra WAIT_%=;\n\t}" ::"r"(
+            shared_address(barrier))
+        : "memory");
 }
 
 // ---- Scores and their order ----------------------------------------------------------------------------------------
@@ -80,6 +104,12 @@ constexpr uint32_t kNever = 0;  // key of what is not there or not to be selecte
 __device__ __forceinline__ uint2 scored(const RouterParams& p, float logit, float bias) {
     if (p.scoring == kSoftmax) return make_uint2(__float_as_uint(logit), kNever);
     float score = sigmoid(logit);
+    if (p.selection == kSingle) {
+        // What is not finite comes last, with weight zero.
+        const float sum = score + bias;
+        const bool finite = fabsf(logit) < INFINITY && fabsf(sum) < INFINITY;
+        return finite ? make_uint2(__float_as_uint(score), order_key(sum)) : make_uint2(0, kMinusInfinityKey);
+    }
     if (p.selection == kFew) return make_uint2(__float_as_uint(score), order_key(score + bias));
     float sum;
     if (p.logits_bf16) {
@@ -109,21 +139,41 @@ __device__ __forceinline__ float warp_sum(float v) {
 }
 
 struct SelectionMemory {
-    ulonglong2 order[16];  // composites of 32 lanes
-    uint32_t winners[kMaxTopK];
+    uint4 bests[8];        // a key a lane
+    ulonglong2 order[16];  // composites of up to 32 candidates
+    float scores[32];      // theirs
+    uint2 winners[kMaxTopK];  // expert and score
 };
 
-// How many of the first `count` composites in `order` are above `mine`.
-__device__ __forceinline__ uint32_t rank_among(const ulonglong2* order, uint32_t count, uint64_t mine) {
-    uint32_t rank = 0;
-    for (uint32_t i = 0; i < (count + 1) / 2; ++i) {
-        const ulonglong2 two = order[i];
-        rank += (two.x > mine) + (two.y > mine);
+// The largest key that at least `count` of the lanes' keys reach; 1 when there are fewer.
+__device__ __forceinline__ uint32_t bound_of(uint32_t key, uint32_t count, SelectionMemory& m) {
+    reinterpret_cast<uint32_t*>(m.bests)[threadIdx.x % 32] = key;
+    __syncwarp();
+    uint32_t reached[4] = {};
+    // Code runs once a launch, so it is fetched as it runs: short beats unrolled, here and below.
+#pragma unroll 2
+    for (int i = 0; i < 8; ++i) {
+        const uint4 four = m.bests[i];
+        reached[0] += four.x >= key;
+        reached[1] += four.y >= key;
+        reached[2] += four.z >= key;
+        reached[3] += four.w >= key;
     }
-    return rank;
+    const bool enough = reached[0] + reached[1] + (reached[2] + reached[3]) >= count;
+    return max(__reduce_max_sync(kAll, enough ? key : kNever), 1u);
 }
 
-// Sets the keys of the experts outside the best groups to kNever. Returns false when there are not enough groups.
+// For a token without candidates: the first experts, with equal weights.
+__device__ __forceinline__ void select_nothing(const RouterParams& p, uint32_t token) {
+    const uint32_t lane = threadIdx.x % 32, k = p.top_k;
+    if (lane < k) {
+        p.ids[token * k + lane] = static_cast<int32_t>(lane);
+        p.weights[token * k + lane] = 1.0f / static_cast<float>(k);
+    }
+}
+
+// Sets the keys of the experts outside the best groups to kNever, for groups of any size. Returns false when there are
+// not enough groups.
 template <int kSlots>
 __device__ __forceinline__ bool select_groups(const RouterParams& p, uint32_t (&keys)[kSlots]) {
     const uint32_t lane = threadIdx.x % 32;
@@ -140,28 +190,21 @@ __device__ __forceinline__ bool select_groups(const RouterParams& p, uint32_t (&
         if (p.selection == kMany && p.logits_bf16) score = round_to_bf16(score);
         if (lane == group) group_key = order_key(score);
     };
-    // Groups of a slot each, as DeepSeek-V3's, side by side.
-    constexpr bool kSlotGroups = kSlots <= 12;
-    if (kSlotGroups && p.group_experts == 32) {
+#pragma unroll 1
+    for (uint32_t group = 0; group < p.groups; ++group) {
+        uint32_t best = kNever, second = kNever;
 #pragma unroll
         for (int j = 0; j < kSlots; ++j) {
-            if (j < static_cast<int>(p.groups)) group_score(j, keys[j], kNever);
-        }
-    } else {
-        for (uint32_t group = 0; group < p.groups; ++group) {
-            uint32_t best = kNever, second = kNever;
-#pragma unroll
-            for (int j = 0; j < kSlots; ++j) {
-                const uint32_t offset = j * 32 + lane - group * p.group_experts;
-                if (offset < p.group_experts) {
-                    second = max(second, min(best, keys[j]));
-                    best = max(best, keys[j]);
-                }
+            const uint32_t offset = j * 32 + lane - group * p.group_experts;
+            if (offset < p.group_experts) {
+                second = max(second, min(best, keys[j]));
+                best = max(best, keys[j]);
             }
-            group_score(group, best, second);
         }
+        group_score(group, best, second);
     }
     uint32_t rank = 0;
+#pragma unroll 1
     for (uint32_t g = 0; g < p.groups; ++g) {
         const uint32_t other = __shfl_sync(kAll, group_key, g);
         rank += other > group_key || (other == group_key && g < lane);
@@ -169,83 +212,119 @@ __device__ __forceinline__ bool select_groups(const RouterParams& p, uint32_t (&
     const bool chosen = lane < p.groups && rank < p.top_groups;
     const uint32_t groups = __ballot_sync(kAll, chosen);
     const bool enough = __all_sync(kAll, !chosen || group_key > kMinusInfinityKey);
-    if (kSlotGroups && p.group_experts == 32) {
+    uint32_t group = lane / p.group_experts, offset = lane % p.group_experts;
+    const uint32_t whole = 32 / p.group_experts, rest = 32 % p.group_experts;
 #pragma unroll
-        for (int j = 0; j < kSlots; ++j)
-            if (!(groups >> (j & 31) & 1)) keys[j] = kNever;
-    } else {
-        uint32_t group = lane / p.group_experts, offset = lane % p.group_experts;
-        const uint32_t whole = 32 / p.group_experts, rest = 32 % p.group_experts;
-#pragma unroll
-        for (int j = 0; j < kSlots; ++j) {
-            if (!(groups >> (group & 31) & 1)) keys[j] = kNever;
-            group += whole;
-            offset += rest;
-            if (offset >= p.group_experts) offset -= p.group_experts, ++group;
-        }
+    for (int j = 0; j < kSlots; ++j) {
+        if (!(groups >> (group & 31) & 1)) keys[j] = kNever;
+        group += whole;
+        offset += rest;
+        if (offset >= p.group_experts) offset -= p.group_experts, ++group;
     }
     return enough;
 }
 
-// Keys of a token are in lane's slots: expert j * 32 + lane in slot j.
+// As select_groups() for groups of whole clusters, from the clusters' best keys, a cluster a lane. `best` becomes kNever outside the
+// best groups.
 template <int kSlots>
-__device__ __forceinline__ void select(const RouterParams& p, uint32_t token, uint32_t (&keys)[kSlots], uint32_t dropped,
-                                       SelectionMemory& m) {
-    const uint32_t lane = threadIdx.x % 32, k = p.top_k;
-    if (p.groups > 1 || p.selection == kMany) {
-        const bool enough = select_groups<kSlots>(p, keys);
-        if (p.selection == kMany && !enough) {
-            if (lane < k) {
-                p.ids[token * k + lane] = lane;
-                p.weights[token * k + lane] = 1.0f / static_cast<float>(k);
-            }
-            return;
-        }
+__device__ __forceinline__ void select_groups_of_clusters(const RouterParams& p, uint32_t (&keys)[kSlots], uint32_t& best, uint32_t second) {
+    const uint32_t lane = threadIdx.x % 32, size = p.group_experts / kGateRows;
+    const uint32_t group = lane / size, first = group * size;
+    uint32_t top = kNever, next = kNever;
+#pragma unroll 1
+    for (uint32_t i = 0; i < size; ++i) {
+        const uint32_t other = __shfl_sync(kAll, best, first + i), other_second = __shfl_sync(kAll, second, first + i);
+        next = max(max(next, other_second), min(top, other));
+        top = max(top, other);
     }
-    if (p.selection == kMany) {
-#pragma unroll
-        for (int j = 0; j < kSlots; ++j)
-            if (keys[j] <= kMinusInfinityKey || dropped >> j & 1) keys[j] = kNever;
+    float score = from_order_key(top);
+    if (p.bias) score += next == kNever ? -INFINITY : from_order_key(next);
+    const uint32_t group_key = order_key(score);
+    uint32_t rank = 0;
+#pragma unroll 2
+    for (uint32_t g = 0; g < p.groups; ++g) {
+        const uint32_t other = __shfl_sync(kAll, group_key, g * size);
+        rank += other > group_key || (other == group_key && g < group);
     }
-
-    // The k-th best of the lanes' best bounds the k-th best of all from below: few candidates are left.
-    uint32_t best_key = kNever, best_slot = 0;
+    const bool chosen = group < p.groups && rank < p.top_groups;
+    if (!chosen) best = kNever;
+    const uint32_t clusters = __ballot_sync(kAll, chosen) >> lane / kGateRows;
 #pragma unroll
     for (int j = 0; j < kSlots; ++j)
-        if (keys[j] > best_key) best_key = keys[j], best_slot = j;
-    const uint64_t best = composite(best_key, best_slot * 32 + lane);
-    uint64_t* order = reinterpret_cast<uint64_t*>(m.order);
-    order[lane] = best;
-    __syncwarp();
-    const uint32_t rank = rank_among(m.order, 32, best);
-    const uint64_t bound = __shfl_sync(kAll, best, __ffs(__ballot_sync(kAll, rank == k - 1)) - 1);
-    __syncwarp();
+        if (!(clusters >> (2 * j & 31) & 1)) keys[j] = kNever;
+}
 
-    // Of equal keys, experts up to the bound's: in this lane, slots up to a last one.
-    const uint32_t bound_key = bound >> 32, bound_expert = ~static_cast<uint32_t>(bound);
-    const int last_slot = bound_expert >= lane ? static_cast<int>((bound_expert - lane) / 32) : -1;
-    const uint32_t before = (1u << lane) - 1;
-    uint32_t candidates = 0;
-#pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-        const bool stays = keys[j] != kNever && (keys[j] > bound_key || (keys[j] == bound_key && j <= last_slot));
-        const uint32_t stay = __ballot_sync(kAll, stays);
-        const uint32_t at = candidates + __popc(stay & before);
-        if (stays && at < 32) order[at] = composite(keys[j], j * 32 + lane);
-        candidates += __popc(stay);
-    }
-    __syncwarp();
-    if (candidates <= 32) {
-        // A composite of an odd last pair: below all others.
-        if (lane == 0 && candidates % 2 == 1) order[candidates] = 0;
-        __syncwarp();
-        if (lane < candidates) {
-            const uint64_t mine = order[lane];
-            const uint32_t place = rank_among(m.order, candidates, mine);
-            if (place < k) m.winners[place] = ~static_cast<uint32_t>(mine);
+// Keys of a token are in lane's slots: expert j * 32 + lane in slot j. `best` and `second` are those of cluster `lane` (and,
+// the best only, of cluster `lane + 32`).
+template <int kSlots>
+__device__ __forceinline__ void select(const RouterParams& p, uint32_t token, uint32_t (&keys)[kSlots], uint32_t dropped, uint32_t best,
+                                       uint32_t second, SelectionMemory& m) {
+    const uint32_t lane = threadIdx.x % 32, k = p.top_k;
+    const uint32_t clusters = (p.gate.experts + kGateRows - 1) / kGateRows;
+    const uint2* row = p.scratch + static_cast<uint64_t>(token) * p.gate.experts;
+    // Disjoint sets of experts have their best in a lane each: the k-th of them bounds the k-th best of all from below.
+    // Twice as many sets as places keep the candidates few.
+    bool have_bests = clusters >= 2 * k && p.scoring == kSigmoid;
+    if (p.groups > 1 && p.selection == kFew && p.scoring == kSigmoid && p.group_experts % kGateRows == 0 && clusters <= 32) {
+        select_groups_of_clusters<kSlots>(p, keys, best, second);
+        have_bests = p.group_experts / kGateRows * p.top_groups >= 2 * k;
+    } else if (p.groups > 1 || p.selection == kMany) {
+        have_bests = false;
+        const bool enough = select_groups<kSlots>(p, keys);
+        if (p.selection == kMany && !enough) {
+            select_nothing(p, token);
+            return;
         }
+        if (p.selection == kMany) {
+#pragma unroll
+            for (int j = 0; j < kSlots; ++j)
+                if (keys[j] <= kMinusInfinityKey || dropped >> j & 1) keys[j] = kNever;
+        }
+    }
+    if (!have_bests) {
+        best = kNever;
+#pragma unroll
+        for (int j = 0; j < kSlots; ++j) best = max(best, keys[j]);
+    }
+    if (p.selection == kSingle && !__any_sync(kAll, best > kMinusInfinityKey)) {
+        select_nothing(p, token);
+        return;
+    }
+    const uint32_t bound = bound_of(best, k, m);
+
+    uint32_t mine = 0;
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) mine += keys[j] >= bound;
+    // Candidates of the lanes before, by the bits of their numbers.
+    const uint32_t before = (1u << lane) - 1;
+    uint32_t at = 0, candidates = 0;
+#pragma unroll
+    for (int bit = 0; 1 << bit <= kSlots; ++bit) {
+        const uint32_t lanes = __ballot_sync(kAll, mine >> bit & 1);
+        at += __popc(lanes & before) << bit;
+        candidates += __popc(lanes) << bit;
+    }
+    uint64_t* order = reinterpret_cast<uint64_t*>(m.order);
+    if (candidates <= 32) {
+#pragma unroll
+        for (int j = 0; j < kSlots; ++j)
+            if (keys[j] >= bound) order[at++] = composite(keys[j], j * 32 + lane);
+        // Up to a multiple of four, composites below all others.
+        if (lane >= candidates) order[lane] = 0;
+        __syncwarp();
+        const uint64_t candidate = order[lane];
+        const uint32_t expert = ~static_cast<uint32_t>(candidate);
+        const float score = __uint_as_float(load_u32_if(lane < candidates, row + expert));
+        uint32_t place = 0;
+#pragma unroll 1
+        for (uint32_t i = 0; i < candidates; i += 4) {
+            const ulonglong2 low = m.order[i / 2], high = m.order[i / 2 + 1];
+            place += (low.x > candidate) + (low.y > candidate) + (high.x > candidate) + (high.y > candidate);
+        }
+        if (lane < candidates && place < k) m.winners[place] = make_uint2(expert, __float_as_uint(score));
     } else {
-        // Many candidates: one after the other.
+        // Many equal keys: one after the other.
+#pragma unroll 1
         for (uint32_t place = 0; place < k; ++place) {
             uint32_t key = kNever, slot = 0;
 #pragma unroll
@@ -255,7 +334,7 @@ __device__ __forceinline__ void select(const RouterParams& p, uint32_t token, ui
             const uint32_t expert = slot * 32 + lane;
             const uint32_t winner = __reduce_min_sync(kAll, key == top ? expert : kAll);
             if (key == top && expert == winner) {
-                m.winners[place] = expert;
+                m.winners[place] = make_uint2(expert, load_u32_if(true, row + expert));
 #pragma unroll
                 for (int j = 0; j < kSlots; ++j)
                     if (j == static_cast<int>(slot)) keys[j] = kNever;
@@ -266,28 +345,24 @@ __device__ __forceinline__ void select(const RouterParams& p, uint32_t token, ui
     __syncwarp();
 
     // Fewer candidates than places: expert 0 takes the rest.
-    const bool filled = lane < min(candidates, k);
-    const uint32_t expert = filled ? m.winners[lane] : 0;
-    float score = 0.0f;
-    if (lane < k) {
-        score = load_f32(reinterpret_cast<const float*>(p.scratch + static_cast<uint64_t>(token) * p.gate.experts + expert));
-        if (p.selection == kMany) score = fabsf(score);
-    }
+    const uint2 winner = lane < min(candidates, k) ? m.winners[lane] : make_uint2(0, lane < k ? load_u32_if(true, row) : 0);
+    float score = __uint_as_float(winner.y);
+    if (p.selection == kMany) score = fabsf(score);
     float weight;
-    if (p.selection == kMany) {
-        float scale = static_cast<float>(p.scaling);
-        if (p.renormalize) scale = scale / (1e-20f + warp_sum(score));
-        weight = score * scale;
-    } else {
+    if (p.selection == kFew) {
         weight = static_cast<float>(score * p.scaling);
         if (p.renormalize) {
             const float sum = warp_sum(score);
             // 1e-20 is lost in the double sum of anything larger, and a quotient of floats is the same in both precisions.
             weight = sum > 1e-3f ? __fdiv_rn(weight, sum) : static_cast<float>(weight / (static_cast<double>(sum) + 1e-20));
         }
+    } else {
+        float scale = static_cast<float>(p.scaling);
+        if (p.renormalize) scale = __fdiv_rn(scale, 1e-20f + warp_sum(score));
+        weight = score * scale;
     }
     if (lane < k) {
-        p.ids[token * k + lane] = static_cast<int32_t>(expert);
+        p.ids[token * k + lane] = static_cast<int32_t>(winner.x);
         p.weights[token * k + lane] = weight;
     }
     __syncwarp();
@@ -300,9 +375,11 @@ __device__ __forceinline__ void softmax(const RouterParams& p, uint2* row) {
     float values[kSlots], top = -INFINITY, sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
-        values[j] = j * 32 + lane < p.gate.experts ? load_f32(reinterpret_cast<const float*>(row + j * 32 + lane)) : -INFINITY;
-        top = fmaxf(top, values[j]);
+        values[j] = __uint_as_float(load_u32_if(j * 32 + lane < p.gate.experts, row + j * 32 + lane));
     }
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j)
+        if (j * 32 + lane < p.gate.experts) top = fmaxf(top, values[j]);
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
 #pragma unroll
@@ -321,30 +398,34 @@ __device__ __forceinline__ void softmax(const RouterParams& p, uint2* row) {
     }
 }
 
+// Tokens `first`, `first + step`, ...
 template <int kSlots>
-__device__ __forceinline__ void select_tokens(const RouterParams& p, SelectionMemory& memory) {
-    const uint32_t lane = threadIdx.x % 32;
-    for (uint32_t token = threadIdx.x / 32; token < p.gate.tokens; token += kGateWarps) {
+__device__ __forceinline__ void select_tokens(const RouterParams& p, uint32_t first, uint32_t step, SelectionMemory& memory) {
+    const uint32_t lane = threadIdx.x % 32, clusters = (p.gate.experts + kGateRows - 1) / kGateRows;
+    for (uint32_t token = first; token < p.gate.tokens; token += step) {
         uint2* row = p.scratch + static_cast<uint64_t>(token) * p.gate.experts;
+        const uint2* bests = p.scratch + static_cast<uint64_t>(p.gate.tokens) * p.gate.experts + token * clusters;
         if (p.scoring == kSoftmax) softmax<kSlots>(p, row);
+        const uint2 best = load_8_if(lane < clusters, bests + lane);
+        const uint32_t other_best = load_u32_if(lane + 32 < clusters, bests + lane + 32);
         uint32_t keys[kSlots], dropped = 0;
         constexpr int kInFlight = kSlots < 16 ? kSlots : 16;
 #pragma unroll
-        for (int first = 0; first < kSlots; first += kInFlight) {
+        for (int start = 0; start < kSlots; start += kInFlight) {
             uint2 entries[kInFlight];
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
-                entries[i] = make_uint2(0, kNever);
-                const uint32_t expert = (first + i) * 32 + lane;
-                if (expert < p.gate.experts) entries[i] = load_8(row + expert);
+                static_assert(kNever == 0);
+                const uint32_t expert = (start + i) * 32 + lane;
+                entries[i] = load_8_if(expert < p.gate.experts, row + expert);
             }
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
-                keys[first + i] = entries[i].y;
-                dropped |= entries[i].x >> 31 << (first + i);
+                keys[start + i] = entries[i].y;
+                dropped |= entries[i].x >> 31 << (start + i);
             }
         }
-        select<kSlots>(p, token, keys, dropped, memory);
+        select<kSlots>(p, token, keys, dropped, max(best.x, other_best), best.y, memory);
     }
 }
 
@@ -359,29 +440,33 @@ struct RouterMemory {
         float warps[kGateWarps][kTileFloats<kTiles>];
         SelectionMemory selection[kGateWarps];
     };
-    float blocks[kMaxClusterBlocks][kTileFloats<kTiles>];
+    float blocks[kMaxClusterBlocks][kTileFloats<kTiles>];  // of the first block only
+    uint64_t arrived;
     uint32_t last;
 };
 
 template <typename Weight, int kTiles, bool kAligned, int kBatch>
 __device__ __forceinline__ void route(const RouterParams& p) {
     __shared__ RouterMemory<kTiles> memory;
-    const uint32_t cluster = blockIdx.x / p.cluster, rank = blockIdx.x % p.cluster;
+    const uint32_t blocks = 1u << p.cluster_log2, cluster = blockIdx.x >> p.cluster_log2, rank = blockIdx.x & (blocks - 1);
     const uint32_t first_expert = cluster * kGateRows, warp = threadIdx.x / 32;
-    // Says that this block runs, so that its shared memory may be written.
-    cluster_arrive_relaxed();
+    constexpr int kValues = kTiles * kGateTokens * kGateRows;
+    constexpr bool kShare = kTiles > 1;
+    if (threadIdx.x == 0) expect(&memory.arrived, blocks * kValues * sizeof(float));
+    // Says that this block runs and its barrier is there, so that its shared memory may be written.
+    cluster_arrive();
     // A bias is a weight: no kernel before writes it.
     const uint32_t row = threadIdx.x % kGateRows;
-    float bias = 0.0f;
-    if (p.bias && first_expert + row < p.gate.experts) bias = load_f32(p.bias + first_expert + row);
+    const float bias = __uint_as_float(load_u32_if(p.bias && first_expert + row < p.gate.experts, p.bias + first_expert + row));
 
     GateSums<kTiles> sums;
-    gate_slice<Weight, kTiles, kAligned, kBatch>(p.gate, first_expert, rank * kGateWarps + warp, p.cluster * kGateWarps, sums);
+    gate_slice<Weight, kTiles, kAligned, kBatch>(p.gate, first_expert, rank * kGateWarps + warp, p.cluster_log2 + kGateWarpsLog2,
+                                                       sums);
     launch_dependent_grids();
     store_warp_sums<kTiles>(sums, &memory.warps[0][0]);
     __syncthreads();
     cluster_wait();
-    constexpr int kValues = kTiles * kGateTokens * kGateRows;
+    const uint32_t barrier = address_in_block(&memory.arrived, 0);
 #pragma unroll
     for (int first = 0; first < kValues; first += kGateThreads) {
         const uint32_t value = first + threadIdx.x;
@@ -390,51 +475,83 @@ __device__ __forceinline__ void route(const RouterParams& p) {
             float sum = memory.warps[0][at];
 #pragma unroll
             for (int w = 1; w < kGateWarps; ++w) sum += memory.warps[w][at];
-            store_to_first_block(&memory.blocks[rank][at], sum);
+            send(address_in_block(&memory.blocks[rank][at], 0), sum, barrier);
         }
     }
-    cluster_arrive();
-    if (rank != 0) return;
-    cluster_wait();
+    // With many tokens the other blocks of the last cluster select, too.
+    if (!kShare && rank != 0) return;
 
+    if (rank == 0) {
+        wait_for_bytes(&memory.arrived);
 #pragma unroll
-    for (int first = 0; first < kValues; first += kGateThreads) {
-        const uint32_t value = first + threadIdx.x;
-        const uint32_t token = value / kGateRows, expert = first_expert + row;
-        const uint32_t at = token * kGatePitch + row;
-        if (token < p.gate.tokens && expert < p.gate.experts) {
-            float logit = memory.blocks[0][at];
-            for (uint32_t b = 1; b < p.cluster; ++b) logit += memory.blocks[b][at];
-            if (p.logits_bf16) logit = round_to_bf16(logit);
-            if (p.logits) {
-                const int64_t to = token * p.logits_row + expert;
-                if (p.logits_bf16) {
-                    reinterpret_cast<uint16_t*>(p.logits)[to] = static_cast<uint16_t>(__float_as_uint(logit) >> 16);
-                } else {
-                    reinterpret_cast<float*>(p.logits)[to] = logit;
+        for (int first = 0; first < kValues; first += kGateThreads) {
+            const uint32_t value = first + threadIdx.x;
+            const uint32_t token = value / kGateRows, expert = first_expert + row;
+            const uint32_t at = token * kGatePitch + row;
+            uint32_t key = kNever;
+            if (token < p.gate.tokens && expert < p.gate.experts) {
+                float parts[kMaxClusterBlocks];
+#pragma unroll
+                for (int b = 0; b < kMaxClusterBlocks; ++b) parts[b] = b < static_cast<int>(blocks) ? memory.blocks[b][at] : 0.0f;
+                float logit = parts[0];
+#pragma unroll
+                for (int b = 1; b < kMaxClusterBlocks; ++b) logit += parts[b];
+                if (p.logits_bf16) logit = round_to_bf16(logit);
+                if (p.logits) {
+                    const int64_t to = token * p.logits_row + expert;
+                    if (p.logits_bf16) {
+                        reinterpret_cast<uint16_t*>(p.logits)[to] = static_cast<uint16_t>(__float_as_uint(logit) >> 16);
+                    } else {
+                        reinterpret_cast<float*>(p.logits)[to] = logit;
+                    }
                 }
+                const uint2 entry = scored(p, logit, bias);
+                store_8(p.scratch + static_cast<uint64_t>(token) * p.gate.experts + expert, entry);
+                key = entry.y;
             }
-            uint2 entry = scored(p, logit, bias);
-            store_8(p.scratch + static_cast<uint64_t>(token) * p.gate.experts + expert, entry);
+            // The cluster's best and second key of the token, from its 16 lanes.
+            uint32_t best = key, second = kNever;
+#pragma unroll
+            for (int mask = 1; mask < kGateRows; mask *= 2) {
+                const uint32_t other = __shfl_xor_sync(kAll, best, mask);
+                if (p.groups > 1) second = max(max(second, __shfl_xor_sync(kAll, second, mask)), min(best, other));
+                best = max(best, other);
+            }
+            if (row == 0 && token < p.gate.tokens)
+                store_8(p.scratch + static_cast<uint64_t>(p.gate.tokens) * p.gate.experts + token * (gridDim.x >> p.cluster_log2) + cluster,
+                        make_uint2(best, second));
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            const uint32_t clusters = gridDim.x >> p.cluster_log2;
+            uint32_t before;
+            asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                         : "=r"(before)
+                         : "l"(moe_router_tickets + p.ticket), "r"(clusters - 1)
+                         : "memory");
+            const uint32_t last = before == clusters - 1;
+            if constexpr (kShare) {
+                for (uint32_t b = 0; b < blocks; ++b) store_to_block(&memory.last, b, last);
+            } else {
+                memory.last = last;
+            }
         }
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const uint32_t clusters = gridDim.x / p.cluster;
-        uint32_t before;
-        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                     : "=r"(before)
-                     : "l"(moe_router_tickets + p.ticket), "r"(clusters - 1)
-                     : "memory");
-        memory.last = before == clusters - 1;
+    if constexpr (kShare) {
+        cluster_arrive();
+        cluster_wait();
+    } else {
+        __syncthreads();
     }
-    __syncthreads();
     if (!memory.last) return;
     SelectionMemory& mine = memory.selection[warp];
-    if (p.gate.experts <= 384) {
-        select_tokens<12>(p, mine);
+    const uint32_t first = kShare ? warp * blocks + rank : warp, step = kShare ? kGateWarps * blocks : kGateWarps;
+    if (p.gate.experts <= 256) {
+        select_tokens<8>(p, first, step, mine);
+    } else if (p.gate.experts <= 384) {
+        select_tokens<12>(p, first, step, mine);
     } else {
-        select_tokens<32>(p, mine);
+        select_tokens<32>(p, first, step, mine);
     }
 }
 

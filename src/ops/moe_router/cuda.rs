@@ -58,7 +58,7 @@ struct RouterParams {
     ids: *mut u8,
     logits_row: i64,
     scaling: f64,
-    cluster: u32,
+    cluster_log2: u32,
     ticket: u32,
     top_k: u32,
     groups: u32,
@@ -89,7 +89,12 @@ fn ticket(captured: bool) -> u32 {
     }
 }
 
-/// Blocks that share the K of a cluster's experts: enough of them to fill the GPU about once.
+/// Clusters that the experts take.
+pub fn clusters(experts: i64) -> i64 {
+    experts.cast_unsigned().div_ceil(u64::from(CLUSTER_EXPERTS)).cast_signed()
+}
+
+/// Blocks that share the K of a cluster's experts, a power of two: enough of them to fill the GPU about once.
 fn cluster(experts: u32) -> u32 {
     match experts {
         ..=512 => 8,
@@ -119,14 +124,18 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         ids: plan.topk_ids.data,
         logits_row: plan.logits.map_or(0, |logits| logits.stride(0)),
         scaling: choice.scaling,
-        cluster,
+        cluster_log2: cluster.ilog2(),
         ticket: ticket(stream.is_capturing()),
         top_k: choice.top_k as u32,
         groups: choice.groups as u32,
         group_experts: experts / choice.groups as u32,
         top_groups: choice.top_groups as u32,
         scoring: (choice.scoring == Scoring::Softmax).into(),
-        selection: (choice.selection == Selection::Many).into(),
+        selection: match choice.selection {
+            Selection::Single => 0,
+            Selection::Few => 1,
+            Selection::Many => 2,
+        },
         renormalize: choice.renormalize.into(),
         logits_bf16: (plan.logits_dtype == DType::BF16).into(),
     };
@@ -143,7 +152,14 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         (false, true, _) => &FP32_32,
     };
     let grid = u64::from(experts.div_ceil(CLUSTER_EXPERTS) * cluster);
-    launch(ROUTER.name, kernel, index, stream, Launch { grid, block: THREADS, shared_bytes: 0, cluster }, &params)
+    launch(
+        ROUTER.name,
+        kernel,
+        index,
+        stream,
+        Launch { grid, block: THREADS, shared_bytes: 0, cluster },
+        &params,
+    )
 }
 
 #[cfg(test)]
