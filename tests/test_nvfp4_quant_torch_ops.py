@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import vllm_hotpath
+import vllm_hotpath.ops
 from tests.helpers import BF16, assert_same_bits
 from tests.nvfp4_cases import LAYOUTS, scale_of
 
