@@ -1,11 +1,11 @@
-"""Write ``results/<gpu>-engines.{md,json}`` from runs of real vLLM engines with the plugin's flags on and off.
+"""Write ``results/<gpu>-engines.{md,json}`` from real vLLM engines, the plugin's flags on and off.
 
     python benchmarks/engine_page.py --commit HASH runs.jsonl
 
-A line of the file is one engine run: ``name``, ``vllm``, ``torch``, ``gpu``, ``model``, ``flags`` (a list; empty
-for stock), and ``runs`` by batch size: ``tpot_us`` (time per token, median), ``graph_us`` (GPU time of the
-captured decode graph, median) and ``ids`` (a hash of all tokens). Each run with flags is held against the stock
-run of its vLLM and model.
+A line of the file is one engine run: ``name``, ``vllm``, ``torch``, ``gpu``, ``model``, ``flags`` (a list;
+empty for stock), and ``runs`` by batch size: ``tpot_us`` (time per token, median), ``graph_us`` (GPU time of
+the captured decode graph, median) and ``ids`` (a hash of all tokens). Each run with flags is held against the
+stock run of its vLLM and model.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def page(runs: list[dict[str, Any]], commit: str) -> str:
     lines = [
         f"# Real engines with the plugin, {gpu}",
         "",
-        f"`python benchmarks/engine_page.py`, commit {commit}. Small models with random weights, CUDA graphs on,",
-        "greedy, prompt of 128 tokens; the plugin is loaded by vLLM from the installed wheel. `graph` is the GPU",
-        "time of the captured decode graph, `token` the engine's time per token; both medians, microseconds,",
-        "against the stock run of the same machine. With few layers the host sets the time per token: there the",
-        "graph tells.",
+        f"`python benchmarks/engine_page.py`, commit {commit}. Small models with random weights, CUDA graphs",
+        "on, greedy, prompt of 128 tokens; the plugin is loaded by vLLM from the installed wheel. `graph` is the",
+        "GPU time of the captured decode graph, `token` the engine's time per token; both medians, microseconds,",
+        "against the stock run of the same machine. With few layers the host sets the time per token: there",
+        "the graph tells.",
     ]
     for version, model in dict.fromkeys((run["vllm"], run["model"]) for run in runs):
         of = [run for run in runs if (run["vllm"], run["model"]) == (version, model)]
