@@ -38,11 +38,11 @@ def page(runs: list[dict[str, Any]], commit: str) -> str:
     lines = [
         f"# Real engines with the plugin, {gpu}",
         "",
-        f"`python benchmarks/engine_page.py`, commit {commit}. Small models with random weights, CUDA graphs",
-        "on, greedy, prompt of 128 tokens; the plugin is loaded by vLLM from the installed wheel. `graph` is the",
-        "GPU time of the captured decode graph, `token` the engine's time per token; both medians, microseconds,",
-        "against the stock run of the same machine. With few layers the host sets the time per token: there",
-        "the graph tells.",
+        f"`python benchmarks/engine_page.py`, commit {commit}. Small models with random weights, CUDA",
+        "graphs on, greedy, prompt of 128 tokens; the plugin is loaded by vLLM from the installed wheel.",
+        "`graph` is the GPU time of the captured decode graph, `token` the engine's time per token; both",
+        "medians, microseconds, against the stock run of the same machine. With few layers the host sets the",
+        "time per token: there the graph tells.",
     ]
     for version, model in dict.fromkeys((run["vllm"], run["model"]) for run in runs):
         of = [run for run in runs if (run["vllm"], run["model"]) == (version, model)]
