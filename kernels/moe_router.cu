@@ -58,10 +58,15 @@ __device__ __forceinline__ void store_to_block(uint32_t* address, uint32_t block
 }
 
 // A barrier in shared memory that is passed once `bytes` have been stored by send(): no fence, unlike a cluster barrier.
+// For the threads of one warp.
 __device__ __forceinline__ void expect(uint64_t* barrier, uint32_t bytes) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    if (threadIdx.x == 0)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void send(uint32_t to, float value, uint32_t barrier) {
@@ -163,12 +168,13 @@ __device__ __forceinline__ uint32_t bound_of(uint32_t key, uint32_t count, Selec
     return max(__reduce_max_sync(kAll, enough ? key : kNever), 1u);
 }
 
-// For a token without candidates: the first experts, with equal weights.
+// For a token without candidates: the first experts, with equal weights; vLLM's kernels for one group give them only when
+// they renormalise.
 __device__ __forceinline__ void select_nothing(const RouterParams& p, uint32_t token) {
     const uint32_t lane = threadIdx.x % 32, k = p.top_k;
     if (lane < k) {
         p.ids[token * k + lane] = static_cast<int32_t>(lane);
-        p.weights[token * k + lane] = 1.0f / static_cast<float>(k);
+        p.weights[token * k + lane] = p.selection == kSingle && !p.renormalize ? 0.0f : 1.0f / static_cast<float>(k);
     }
 }
 
@@ -452,7 +458,7 @@ __device__ __forceinline__ void route(const RouterParams& p) {
     const uint32_t first_expert = cluster * kGateRows, warp = threadIdx.x / 32;
     constexpr int kValues = kTiles * kGateTokens * kGateRows;
     constexpr bool kShare = kTiles > 1;
-    if (threadIdx.x == 0) expect(&memory.arrived, blocks * kValues * sizeof(float));
+    if (threadIdx.x < 32) expect(&memory.arrived, blocks * kValues * sizeof(float));
     // Says that this block runs and its barrier is there, so that its shared memory may be written.
     cluster_arrive();
     // A bias is a weight: no kernel before writes it.
