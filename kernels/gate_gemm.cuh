@@ -141,6 +141,9 @@ __device__ __forceinline__ uint32_t take_upper_bf16(float& a, float& b) {
     return __byte_perm(a_word, b_word, 0x7632);
 }
 
+// Two bf16 values, zero in place of one that is not finite.
+__device__ __forceinline__ uint32_t finite_or_zero(uint32_t two) { return two & __vcmpne2(two & 0x7F807F80u, 0x7F807F80u); }
+
 template <int kTiles>
 __device__ __forceinline__ void multiply(GateSums<kTiles>& sums, const Eight<float>& upper, const Eight<float>& lower,
                                          const uint4 (&x)[kTiles]) {
@@ -155,7 +158,16 @@ __device__ __forceinline__ void multiply(GateSums<kTiles>& sums, const Eight<flo
                                      take_upper_bf16(u[6], u[7]));
         lower_part.bits = make_uint4(take_upper_bf16(l[0], l[1]), take_upper_bf16(l[2], l[3]), take_upper_bf16(l[4], l[5]),
                                      take_upper_bf16(l[6], l[7]));
-        multiply<kTiles>(sums, upper_part, lower_part, x);
+        if (part == 0) {
+            multiply<kTiles>(sums, upper_part, lower_part, x);
+        } else {
+            // The upper part has made infinity or NaN of what is not finite; a part that is zero would make NaN of infinity.
+            uint4 finite[kTiles];
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t)
+                finite[t] = make_uint4(finite_or_zero(x[t].x), finite_or_zero(x[t].y), finite_or_zero(x[t].z), finite_or_zero(x[t].w));
+            multiply<kTiles>(sums, upper_part, lower_part, finite);
+        }
     }
 }
 
@@ -206,8 +218,8 @@ __device__ __forceinline__ void gate_slice(const GateOperands& p, uint32_t first
     }
 }
 
-// Sums of the block's warps: `warps` is kGateWarps tiles of scratch in shared memory, `block` takes the result as
-// [token][kGatePitch], of which kGateRows are used. Ends without a barrier.
+// Stores the warp's sums to its tile of `warps`, in shared memory: [token][kGatePitch], of which kGateRows are used. Ends
+// without a barrier.
 template <int kTiles>
 __device__ __forceinline__ void store_warp_sums(const GateSums<kTiles>& sums, float* warps) {
     const uint32_t lane = threadIdx.x % 32, row = lane / 4, token = lane % 4 * 2;

@@ -146,7 +146,6 @@ __device__ __forceinline__ float warp_sum(float v) {
 struct SelectionMemory {
     uint4 bests[8];        // a key a lane
     ulonglong2 order[16];  // composites of up to 32 candidates
-    float scores[32];      // theirs
     uint2 winners[kMaxTopK];  // expert and score
 };
 
@@ -466,8 +465,7 @@ __device__ __forceinline__ void route(const RouterParams& p) {
     const float bias = __uint_as_float(load_u32_if(p.bias && first_expert + row < p.gate.experts, p.bias + first_expert + row));
 
     GateSums<kTiles> sums;
-    gate_slice<Weight, kTiles, kAligned, kBatch>(p.gate, first_expert, rank * kGateWarps + warp, p.cluster_log2 + kGateWarpsLog2,
-                                                       sums);
+    gate_slice<Weight, kTiles, kAligned, kBatch>(p.gate, first_expert, rank * kGateWarps + warp, p.cluster_log2 + kGateWarpsLog2, sums);
     launch_dependent_grids();
     store_warp_sums<kTiles>(sums, &memory.warps[0][0]);
     __syncthreads();

@@ -339,6 +339,22 @@ def test_logits_are_rounded_once_and_before_the_scores(device: torch.device) -> 
     assert_same_bits(logits[0].cpu(), torch.tensor(values).to(BF16), "logits")
 
 
+@pytest.mark.parametrize("weight", [BF16, FP32], ids=str)
+def test_activations_that_are_not_finite_make_the_logits_of_a_sum(
+    weight: torch.dtype, device: torch.device
+) -> None:
+    """An fp32 weight may be multiplied in parts, of which some are zero."""
+    hidden = torch.zeros(4, 40, dtype=BF16, device=device)
+    hidden[:, 35] = torch.tensor([INF, -INF, NAN, 2.0])
+    gate = torch.ones(9, 40, dtype=weight, device=device)
+    # Exact in bf16, in sixteen bits and in fp32; either sign; zero, which makes NaN of infinity.
+    gate[:, 35] = torch.tensor([1.5, -1.5, 1 + 2**-12, -(1 + 2**-12), 1 + 2**-23, 2.0**-100, 3e38, -0.0, 0.0])
+    logits = torch.empty(4, 9, device=device)
+    vllm_hotpath.moe_router(hidden, gate, top_k=2, logits_dtype=FP32, out_logits=logits)
+    want = hidden[:, 35:36].float() * gate[:, 35].float()
+    torch.testing.assert_close(logits, want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_logits_may_go_into_rows_of_a_wider_tensor(device: torch.device, rng: torch.Generator) -> None:
     for gap in (0, 1, 64, 4096):
         check(make_call(device, rng, tokens=7), gap=gap)

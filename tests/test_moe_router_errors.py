@@ -114,6 +114,7 @@ def _shape_cases() -> Iterator[Bad]:
     yield _bad("hidden_states", "of another size", _tensor((M, K + 8), BF16), ValueError)._replace(
         argument="gate_weight", expected=f"{K + 8}"
     )
+    yield _bad("hidden_states", "too wide", _tensor((M, 2**30 + 8), BF16, (0, 0)), ValueError, f"{2**30}")
     yield _bad("hidden_states", "33 tokens", _tensor((33, K), BF16), ValueError, "at most 32 tokens", "33")
 
 

@@ -375,6 +375,10 @@ def check_refill(kda: Any) -> None:
             layer.o_norm.weight.data.normal_(generator=rng)
             layer.conv1d.quant_method.process_weights_after_loading(layer.conv1d)
             assert seen.pop() is layer.conv1d
+            # A method that layers share is called with another layer's convolution too.
+            other = conv(3 * WIDTH, rng)
+            layer.conv1d.quant_method.process_weights_after_loading(other)
+            assert seen.pop() is other
             if fused:
                 taps = layer.conv1d.weight.view(3, WIDTH, 4)
                 assert torch.equal(layer.decode_conv1d_weight, taps.transpose(1, 2))

@@ -21,6 +21,8 @@ const MAX_TOP_K: i64 = 32;
 const MAX_GROUPS: i64 = 32;
 /// K is a multiple of this.
 const HIDDEN_UNIT: i64 = 8;
+/// Far above any model's; the kernels count steps and bytes of a row in 32 bits.
+const MAX_HIDDEN: i64 = 1 << 30;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Scoring {
@@ -157,8 +159,9 @@ fn check_gate(hidden: &Tensor, weight: &Tensor) -> Result<()> {
     if tokens > MAX_TOKENS {
         return Err(hidden.value_error(format!("at most {MAX_TOKENS} tokens")));
     }
-    if size == 0 || size % HIDDEN_UNIT != 0 {
-        return Err(hidden.value_error(format!("a hidden size that is a positive multiple of {HIDDEN_UNIT}")));
+    if !(HIDDEN_UNIT..=MAX_HIDDEN).contains(&size) || size % HIDDEN_UNIT != 0 {
+        let expected = format!("a hidden size that is a multiple of {HIDDEN_UNIT}, from that to {MAX_HIDDEN}");
+        return Err(hidden.value_error(expected));
     }
     hidden.expect_last_stride_1()?;
     hidden.expect_aligned(hidden.dtype.size())?;

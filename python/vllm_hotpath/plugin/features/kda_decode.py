@@ -165,6 +165,9 @@ def _refill_after_loading(layer: Any) -> None:
 
     def process_weights_after_loading(conv1d: Any) -> None:
         original(conv1d)
+        # A method that layers share comes here with each of them.
+        if conv1d is not layer.conv1d:
+            return
         weight = conv1d.weight.data
         if weight.is_meta or layer.o_norm.weight.is_meta:
             return
