@@ -44,17 +44,18 @@ def moe_router(
         topk_ids = the top_k experts of the best sums in these groups; of equal sums, the lower expert
         topk_weights = scores[topk_ids]; renormalised to a sum of 1; times routed_scaling_factor
 
-    Given the same logits, ids and weights of sigmoid scoring with a bias equal those of vLLM 0.33.0's
-    ``grouped_topk`` on the GPU, bit by bit, for all sizes. Logits that are not finite are treated as there:
-    in one group they come last with weight zero, in groups a NaN is above all others, and in large calls
-    (groups of more than 32 experts, or more than 8 experts a token from groups, or more than 16 from one)
-    they are never selected and scores and sums are rounded to ``logits_dtype`` in between
-    (``docs/numerics.md`` has every rule). A zero sum renormalises to zeros.
+    Given the same logits, ids and weights of sigmoid scoring with a bias are those of vLLM 0.33.0's
+    ``grouped_topk`` on the GPU, bit by bit with more than 128 experts; with one group of fewer, weights
+    differ by one unit in the last place now and then. Logits that are not finite: in one group they come last
+    with weight zero, in groups a NaN is above all others, and in large calls (groups of more than 32 experts,
+    or more than 8 experts a token from groups, or more than 16 from one) they are never selected and scores
+    and sums are rounded to ``logits_dtype`` in between (``docs/numerics.md`` has every rule, and where vLLM
+    differs). A zero sum renormalises to zeros.
 
     ``M`` is the number of tokens, ``E`` that of experts, ``K`` the hidden size.
 
     Args:
-        hidden_states: bf16 ``[M, K]``, ``M`` from 0 to 32, ``K`` a multiple of 8. Row stride free, column
+        hidden_states: bf16 ``[M, K]``, ``M`` from 0 to 32, ``K`` a multiple of 8 up to 2^30. Row stride free, column
             stride 1, any alignment; rows 16 bytes aligned are faster.
         gate_weight: bf16 or fp32 ``[E, K]``, ``E`` from 8 to 1024. Row stride free, column stride 1. Must
             not be written by the kernel that runs before in the stream: it is read early.
