@@ -422,14 +422,20 @@ def test_is_supported_says_what_a_call_would() -> None:
     assert answer()
     assert answer(tokens=32, experts=1024, top_k=32)
     for sizes, reason in (
-        ({"tokens": 33}, "up to 32 tokens, not 33"),
-        ({"experts": 7}, "8 to 1024 experts, not 7"),
-        ({"experts": 1025}, "8 to 1024 experts, not 1025"),
-        ({"top_k": 33}, "1 to 32 experts, not 33"),
-        ({"top_k": 0}, "1 to 32 experts, not 0"),
+        ({"tokens": 33}, "tokens: expected 0 to 32, got 33"),
+        ({"experts": 7}, "experts: expected 8 to 1024, got 7"),
+        ({"experts": 1025}, "experts: expected 8 to 1024, got 1025"),
+        ({"top_k": 33}, "top_k: expected 1 to 32, got 33"),
+        ({"top_k": 0}, "top_k: expected 1 to 32, got 0"),
+        ({"n_group": 33}, "n_group: expected 1 to 32, got 33"),
+        ({"tokens": 1, "experts": 5}, "experts: expected 8 to 1024, got 5"),
     ):
         assert not answer(**sizes)
-        assert reason in answer(**sizes).reason
+        assert answer(**sizes).reason == f"moe_router: {reason}"
+    with pytest.raises(TypeError, match="hidden: moe_router has limits on tokens, experts, top_k, n_group"):
+        answer(hidden=8)
+    with pytest.raises(TypeError, match="tokens: kda_decode has limits on no sizes"):
+        vllm_hotpath.is_supported("kda_decode", "cpu", tokens=1)
 
 
 def test_the_reference_agrees_with_an_example_by_hand() -> None:

@@ -38,8 +38,8 @@ def is_supported(op: str, device: torch.device | str | int | None = None, **size
         op: public name of the op, such as ``"mla_kv_concat"``.
         device: a torch device, its name or a CUDA index; None is the current CUDA device, or the CPU
             where there is no CUDA.
-        sizes: of the call, for ops that have limits: ``moe_router`` takes ``tokens``, ``experts`` and
-            ``top_k``.
+        sizes: of the call, for ops that have limits: ``moe_router`` takes ``tokens``, ``experts``, ``top_k``
+            and ``n_group``.
 
     Returns:
         ``Support(ok, reason)``; ``reason`` is empty when the op runs there.
@@ -50,12 +50,14 @@ def is_supported(op: str, device: torch.device | str | int | None = None, **size
     """
     if op not in STEMS:
         raise ValueError(f"is_supported: op: expected one of {', '.join(sorted(STEMS))}, got {op!r}")
-    if sizes:
-        limits = _LIMITS.get(op)
-        if limits is None:
-            raise TypeError(f"is_supported: {op} has no limits on sizes, got {', '.join(sizes)}")
-        if limit_reason := limits(**sizes):
-            return Support(False, limit_reason)
+    limits = _LIMITS.get(op, {})
+    for name, size in sizes.items():
+        if name not in limits:
+            known = ", ".join(limits) or "no sizes"
+            raise TypeError(f"is_supported: {name}: {op} has limits on {known}")
+        low, high = limits[name]
+        if not low <= size <= high:
+            return Support(False, f"{op}: {name}: expected {low} to {high}, got {size}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # torch.device keeps an index in 8 bits, so a number is taken as it is.
@@ -71,12 +73,12 @@ def is_supported(op: str, device: torch.device | str | int | None = None, **size
     return Support(reason is None, reason or "")
 
 
-_LIMITS: dict[str, Callable[..., str]] = {}
+_LIMITS: dict[str, dict[str, tuple[int, int]]] = {}
 
 
-def limit(op: str, limits: Callable[..., str]) -> None:
-    """Let ``is_supported`` ask ``limits(**sizes)`` why ``op`` refuses such a call; empty when it does not."""
-    _LIMITS[op] = limits
+def limit(op: str, **sizes: tuple[int, int]) -> None:
+    """Say which sizes, from the least to the largest, a call of ``op`` may have."""
+    _LIMITS[op] = sizes
 
 
 _device = cache(torch.device)

@@ -55,8 +55,8 @@ def moe_router(
     ``M`` is the number of tokens, ``E`` that of experts, ``K`` the hidden size.
 
     Args:
-        hidden_states: bf16 ``[M, K]``, ``M`` from 0 to 32, ``K`` a multiple of 8 up to 2^30. Row stride free, column
-            stride 1, any alignment; rows 16 bytes aligned are faster.
+        hidden_states: bf16 ``[M, K]``, ``M`` from 0 to 32, ``K`` a multiple of 8 up to
+            2^30. Row stride free, column stride 1, any alignment; rows 16 bytes aligned are faster.
         gate_weight: bf16 or fp32 ``[E, K]``, ``E`` from 8 to 1024. Row stride free, column stride 1. Must
             not be written by the kernel that runs before in the stream: it is read early.
         top_k: experts a token, from 1 to 32 and at most ``topk_group * E / n_group``.
@@ -170,17 +170,7 @@ def _fake_moe_router(*arguments: object) -> None:
     pass
 
 
-def _limit(tokens: int = 0, experts: int = 8, top_k: int = 1) -> str:
-    if tokens > MAX_TOKENS:
-        return f"moe_router takes up to {MAX_TOKENS} tokens, not {tokens}"
-    if not 8 <= experts <= 1024:
-        return f"moe_router takes 8 to 1024 experts, not {experts}"
-    if not 1 <= top_k <= 32:
-        return f"moe_router selects 1 to 32 experts, not {top_k}"
-    return ""
-
-
-limit("moe_router", _limit)
+limit("moe_router", tokens=(0, MAX_TOKENS), experts=(8, 1024), top_k=(1, 32), n_group=(1, 32))
 
 register(
     "moe_router",

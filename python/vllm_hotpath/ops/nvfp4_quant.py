@@ -30,8 +30,8 @@ def nvfp4_quantize(
     """Quantise rows to NVFP4: e2m1 codes, and an e4m3 scale for every 16 elements.
 
     Codes and scales are computed in the order of operations of vLLM's ``scaled_fp4_quant``; its kernel needs
-    Blackwell, where the two have not been compared. One launch defines every byte of both outputs, the padding
-    of a swizzled layout included, which is zero.
+    Blackwell, where the two have not been compared. One launch defines every byte of both outputs, the
+    padding of a swizzled layout included, which is zero.
 
     Args:
         x: ``[M, K]``, bf16 or fp16. Row stride and base free, element stride 1. ``K`` is a multiple of 16.

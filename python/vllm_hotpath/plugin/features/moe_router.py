@@ -59,9 +59,6 @@ K3_GATE = Target(
     hashes={"4b99eabca7af478d": "0.33.0"},
 )
 
-_MAX_TOKENS = 32
-_EXPERTS = range(8, 1025)
-_MAX_TOP_K = _MAX_GROUPS = 32
 _DSV3_GEMM_TOKENS = 16
 # Attribute of a runner that has been looked at, and of the logits.
 _SEEN = "_vllm_hotpath_router_seen"
@@ -129,12 +126,7 @@ def _reason_of_numbers(router: Any, gate: Any) -> str:
         return "its gate weight is fp32, its logits are not"
     experts, hidden = weight.shape
     groups, _ = _groups(router)
-    if (
-        experts not in _EXPERTS
-        or hidden % 8
-        or router.top_k > min(_MAX_TOP_K, experts)
-        or groups > _MAX_GROUPS
-    ):
+    if hidden % 8 or router.top_k > experts:
         return f"{experts} experts in {groups} groups, top {router.top_k}, of {hidden} channels"
     if groups > 1 and (experts <= groups or experts % groups):
         return f"{experts} experts do not make {groups} groups"
@@ -148,7 +140,7 @@ def _reason_of_numbers(router: Any, gate: Any) -> str:
         return f"its scores are {router.scoring_func}"
     if getattr(router, "num_fused_shared_experts", 0):
         return "shared experts are among its experts"
-    support = is_supported(NAME, weight.device)
+    support = is_supported(NAME, weight.device, experts=experts, top_k=router.top_k, n_group=groups)
     return "" if support.ok else support.reason
 
 
@@ -171,9 +163,9 @@ class _Gate:
     """Stands for ``forward`` of the gate of one layer."""
 
     def __init__(self, runner: Any, gate: Any) -> None:
-        from vllm_hotpath.ops.moe_router import moe_router
+        from vllm_hotpath.ops.moe_router import MAX_TOKENS, moe_router
 
-        self._op = moe_router
+        self._op, self._max_tokens = moe_router, MAX_TOKENS
         self._layer_name = runner.layer_name
         self._router, self._gate, self._stock = runner.router, gate, gate.forward
 
@@ -185,7 +177,7 @@ class _Gate:
         if (
             torch.compiler.is_compiling()
             or x.dim() != 2
-            or not 0 < x.shape[0] <= _MAX_TOKENS
+            or not 0 < x.shape[0] <= self._max_tokens
             or x.shape[1] != weight.shape[1]
             or x.dtype != torch.bfloat16
             or x.stride(1) != 1
