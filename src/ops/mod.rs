@@ -8,7 +8,9 @@ pub mod nvfp4_quant;
 
 use pyo3::prelude::*;
 
+use crate::cuda::launch::Stream;
 use crate::cuda::module::Kernel;
+use crate::dlpack::Arguments;
 use crate::error::Result;
 use crate::tensor::{DType, Device};
 
@@ -43,5 +45,27 @@ fn output<'py>(
     match given {
         Some(out) => Ok(out.clone()),
         None => Ok(allocate.call1((device.to_string(), shape, dtype.torch_name()))?),
+    }
+}
+
+/// Carries out a checked call where its tensors are: on the CPU, or on a CUDA device by its index and stream.
+fn carry_out(
+    py: Python<'_>,
+    arguments: &Arguments<'_>,
+    device: Device,
+    cpu: impl FnOnce() + Send,
+    cuda: impl FnOnce(i32, Stream) -> Result<()> + Send,
+) -> Result<()> {
+    match device {
+        Device::Cpu => {
+            py.detach(cpu);
+            Ok(())
+        }
+        Device::Cuda(index) => {
+            // Without the GIL: a launch waits for room in a full queue, which a callback into Python may be holding up.
+            let stream = arguments.current_stream(index)?;
+            py.detach(|| cuda(index, stream))
+        }
+        Device::Other(_) => unreachable!("the checks of every op refuse it"),
     }
 }

@@ -9,7 +9,7 @@ mod cuda;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use super::{Op, output};
+use super::{Op, carry_out, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Device, Tensor};
@@ -521,14 +521,8 @@ fn run<'py>(
             null_index: options.null_index,
             out: &stored,
         };
-        match pool.device {
-            Device::Cpu => py.detach(|| cpu::run(&plan)),
-            Device::Cuda(index) => {
-                let stream = arguments.current_stream(index)?;
-                py.detach(|| cuda::run(&plan, op, index, stream))?;
-            }
-            Device::Other(_) => unreachable!("check_state refuses it"),
-        }
+        let cuda = |index, stream| cuda::run(&plan, op, index, stream);
+        carry_out(py, &arguments, pool.device, || cpu::run(&plan), cuda)?;
     }
     Ok(object)
 }

@@ -8,7 +8,7 @@ mod cuda;
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
-use super::{Op, output};
+use super::{Op, carry_out, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Device, Tensor};
@@ -134,18 +134,8 @@ fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan<'_>) -> Result<()>
     if plan.keys.tokens == 0 {
         return Ok(());
     }
-    match plan.k_nope.device {
-        Device::Cpu => {
-            py.detach(|| cpu::run(plan));
-            Ok(())
-        }
-        Device::Cuda(index) => {
-            // Without the GIL: a launch waits for room in a full queue, which a callback into Python may be holding up.
-            let stream = arguments.current_stream(index)?;
-            py.detach(|| cuda::run(plan, index, stream))
-        }
-        Device::Other(_) => unreachable!("Keys::check refuses it"),
-    }
+    let cuda = |index, stream| cuda::run(plan, index, stream);
+    carry_out(py, arguments, plan.k_nope.device, || cpu::run(plan), cuda)
 }
 
 #[pyfunction]

@@ -7,7 +7,7 @@ mod cuda;
 
 use pyo3::prelude::*;
 
-use super::{Op, output};
+use super::{Op, carry_out, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Device, Tensor};
@@ -160,7 +160,8 @@ fn check_gate(hidden: &Tensor, weight: &Tensor) -> Result<()> {
         return Err(hidden.value_error(format!("at most {MAX_TOKENS} tokens")));
     }
     if !(HIDDEN_UNIT..=MAX_HIDDEN).contains(&size) || size % HIDDEN_UNIT != 0 {
-        let expected = format!("a hidden size that is a multiple of {HIDDEN_UNIT}, from that to {MAX_HIDDEN}");
+        let expected =
+            format!("a hidden size that is a multiple of {HIDDEN_UNIT}, from that to {MAX_HIDDEN}");
         return Err(hidden.value_error(expected));
     }
     hidden.expect_last_stride_1()?;
@@ -286,14 +287,8 @@ pub fn moe_router<'py>(
             topk_ids: &ids_out,
             workspace: scratch,
         };
-        match hidden.device {
-            Device::Cpu => py.detach(|| cpu::run(&plan)),
-            Device::Cuda(index) => {
-                let stream = arguments.current_stream(index)?;
-                py.detach(|| cuda::run(&plan, index, stream))?;
-            }
-            Device::Other(_) => unreachable!("check_gate refuses it"),
-        }
+        let cuda = |index, stream| cuda::run(&plan, index, stream);
+        carry_out(py, &arguments, hidden.device, || cpu::run(&plan), cuda)?;
     }
     Ok((weights_object, ids_object))
 }

@@ -9,7 +9,7 @@ mod cuda;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 
-use super::{Op, output};
+use super::{Op, carry_out, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
 use crate::nvfp4::{BLOCK, Layout};
@@ -195,17 +195,8 @@ fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan<'_>) -> Result<()>
     if plan.rows == 0 || plan.experts == 0 {
         return Ok(());
     }
-    match plan.x.device {
-        Device::Cpu => {
-            py.detach(|| cpu::run(plan));
-            Ok(())
-        }
-        Device::Cuda(index) => {
-            let stream = arguments.current_stream(index)?;
-            py.detach(|| cuda::run(plan, index, stream))
-        }
-        Device::Other(_) => unreachable!("check_rows refuses it"),
-    }
+    let cuda = |index, stream| cuda::run(plan, index, stream);
+    carry_out(py, arguments, plan.x.device, || cpu::run(plan), cuda)
 }
 
 #[pyfunction]
@@ -433,14 +424,8 @@ pub fn add_rms_norm_nvfp4<'py>(
         }),
     };
     if rows > 0 {
-        match source.device {
-            Device::Cpu => py.detach(|| cpu::run_norm(&plan)),
-            Device::Cuda(index) => {
-                let stream = arguments.current_stream(index)?;
-                py.detach(|| cuda::run_norm(&plan, index, stream))?;
-            }
-            Device::Other(_) => unreachable!("check_rows refuses it"),
-        }
+        let cuda = |index, stream| cuda::run_norm(&plan, index, stream);
+        carry_out(py, &arguments, source.device, || cpu::run_norm(&plan), cuda)?;
     }
     let results = [Some(made), second_made].into_iter().flatten();
     Ok(PyTuple::new(py, results.flat_map(|made| [made.packed, made.scales]).collect::<Vec<_>>())?)
