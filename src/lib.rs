@@ -141,7 +141,7 @@ mod _core {
     #[pymodule_export]
     use crate::ops::bench_stream::{bench_launch, bench_read, bench_rmw, bench_stream};
     #[pymodule_export]
-    use crate::ops::kda_decode::{kda_decode, kda_decode_spec};
+    use crate::ops::kda_decode::kda_decode;
     #[pymodule_export]
     use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
     #[pymodule_export]

@@ -5,7 +5,7 @@ The public functions and their torch ops. Checks and kernels live in ``src/ops/k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -135,6 +135,7 @@ def kda_decode(
         dt_bias,
         state,
         state_indices,
+        None,
         conv_bias,
         lower_bound,
         output_gate,
@@ -254,7 +255,7 @@ def kda_decode_spec(
             beta_is_sigmoid,
         )
         return result
-    made: torch.Tensor = _core.kda_decode_spec(
+    made: torch.Tensor = _core.kda_decode(
         x,
         conv_weight,
         conv_state,
@@ -264,8 +265,7 @@ def kda_decode_spec(
         dt_bias,
         state,
         state_indices,
-        query_start_loc,
-        num_accepted_tokens,
+        (query_start_loc, num_accepted_tokens),
         conv_bias,
         lower_bound,
         output_gate,
@@ -313,6 +313,7 @@ def _kda_decode(
     null_index: int,
     gate_is_log_decay: bool,
     beta_is_sigmoid: bool,
+    spec: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     _core.kda_decode(
         _one_or_three(x),
@@ -324,6 +325,7 @@ def _kda_decode(
         plain(dt_bias),
         plain(state),
         plain(state_indices),
+        spec,
         _one_or_three(conv_bias),
         lower_bound,
         plain(output_gate),
@@ -338,53 +340,9 @@ def _kda_decode(
     )
 
 
-def _kda_decode_spec(
-    x: list[torch.Tensor],
-    conv_weight: list[torch.Tensor],
-    conv_state: list[torch.Tensor],
-    raw_gate: torch.Tensor,
-    raw_beta: torch.Tensor,
-    a_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    state: torch.Tensor,
-    state_indices: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    num_accepted_tokens: torch.Tensor,
-    out: torch.Tensor,
-    conv_bias: list[torch.Tensor],
-    lower_bound: float | None,
-    output_gate: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_eps: float,
-    scale: float | None,
-    null_index: int,
-    gate_is_log_decay: bool,
-    beta_is_sigmoid: bool,
-) -> None:
-    _core.kda_decode_spec(
-        _one_or_three(x),
-        _one_or_three(conv_weight),
-        _one_or_three(conv_state),
-        plain(raw_gate),
-        plain(raw_beta),
-        plain(a_log),
-        plain(dt_bias),
-        plain(state),
-        plain(state_indices),
-        plain(query_start_loc),
-        plain(num_accepted_tokens),
-        _one_or_three(conv_bias),
-        lower_bound,
-        plain(output_gate),
-        plain(norm_weight),
-        norm_eps,
-        scale,
-        null_index,
-        gate_is_log_decay,
-        beta_is_sigmoid,
-        plain(out),
-        allocate,
-    )
+def _kda_decode_spec(*arguments: Any) -> None:
+    before, (query_start_loc, num_accepted_tokens), after = arguments[:9], arguments[9:11], arguments[11:]
+    _kda_decode(*before, *after, spec=(plain(query_start_loc), plain(num_accepted_tokens)))
 
 
 def _fake_kda_decode(*arguments: object) -> None:

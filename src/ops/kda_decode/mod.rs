@@ -3,12 +3,13 @@
 //!
 //! This file checks the arguments and makes the [`Plan`] that `cpu.rs` and `cuda.rs` carry out.
 
+mod conv;
 mod cpu;
 mod cuda;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
 
+use self::conv::{Conv, Parts};
 use super::{Op, carry_out, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
@@ -29,25 +30,6 @@ const CACHE_ALIGNMENT: i64 = 16;
 const L2_EPSILON: f32 = 1e-6;
 /// `DIM^-0.5`.
 const DEFAULT_SCALE: f32 = 0.088_388_346;
-
-/// q, k or v of an argument that may come as one tensor of all three: where its first element is.
-type Three = [*mut u8; 3];
-
-/// Strides in elements.
-struct Conv {
-    x: Three,
-    x_row: [i64; 3],
-    x_dtype: DType,
-    weight: Three,
-    weight_channel: i64,
-    weight_tap: i64,
-    weight_dtype: DType,
-    bias: Option<Three>,
-    state: Three,
-    state_slot: [i64; 3],
-    state_channel: i64,
-    state_tap: i64,
-}
 
 /// How `raw_gate` becomes the log of the decay.
 #[derive(Clone, Copy)]
@@ -100,68 +82,6 @@ struct Norm<'a> {
     eps: f32,
 }
 
-/// One tensor of q, k and v together, or three.
-struct Parts {
-    tensors: [Tensor; 3],
-    count: usize,
-}
-
-impl Parts {
-    fn read<'py>(
-        arguments: &mut Arguments<'py>,
-        op: &'static str,
-        name: &'static str,
-        object: &Bound<'py, PyAny>,
-    ) -> Result<Self> {
-        let mut parts = Self { tensors: [const { Tensor::unset("", "") }; 3], count: 1 };
-        for tensor in &mut parts.tensors {
-            *tensor = Tensor::unset(op, name);
-        }
-        if !object.is_instance_of::<PyList>() && !object.is_instance_of::<PyTuple>() {
-            arguments.read(object, &mut parts.tensors[0])?;
-            return Ok(parts);
-        }
-        let items: Vec<Bound<'py, PyAny>> = object.try_iter()?.collect::<PyResult<_>>()?;
-        if items.len() != 3 {
-            return Err(Error::Value {
-                op,
-                argument: name,
-                expected: "one tensor, or three of q, k and v".into(),
-                got: format!("{} tensors", items.len()),
-            });
-        }
-        parts.count = 3;
-        for (tensor, item) in parts.tensors.iter_mut().zip(&items) {
-            arguments.read(item, tensor)?;
-        }
-        Ok(parts)
-    }
-
-    fn given(&self) -> &[Tensor] {
-        &self.tensors[..self.count]
-    }
-
-    fn first(&self) -> &Tensor {
-        &self.tensors[0]
-    }
-
-    /// The pointers to q, k and v. In one tensor, they lie `step` elements apart.
-    fn pointers(&self, step: i64) -> Three {
-        std::array::from_fn(|part| {
-            if self.count == 3 {
-                self.tensors[part].data
-            } else {
-                let bytes = part as i64 * step * self.tensors[0].dtype.size() as i64;
-                self.tensors[0].data.wrapping_offset(bytes as isize)
-            }
-        })
-    }
-
-    fn strides(&self, dim: usize) -> [i64; 3] {
-        std::array::from_fn(|part| self.tensors[if self.count == 3 { part } else { 0 }].stride(dim))
-    }
-}
-
 /// Rows of heads `[rows, heads, dim]`, or with a leading 1: returns the stride of the rows, in elements.
 fn check_rows(tensor: &Tensor, shape: &[i64], why: &str) -> Result<i64> {
     tensor.expect_aligned(tensor.dtype.size())?;
@@ -198,89 +118,6 @@ fn check_cache(tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-impl Conv {
-    fn check(
-        x: &Parts,
-        weight: &Parts,
-        bias: Option<&Parts>,
-        state: &Parts,
-        tokens: i64,
-        heads: i64,
-        columns: i64,
-    ) -> Result<Self> {
-        let channels = heads * DIM;
-        let x_dtype = x.first().dtype;
-        for tensor in x.given() {
-            tensor.expect_dtype(&[DType::BF16, DType::F16])?;
-            if tensor.dtype != x_dtype {
-                return Err(tensor.type_error(format!("dtype {x_dtype} (that of q)")));
-            }
-            let width = if x.count == 3 { channels } else { 3 * channels };
-            tensor.expect_shape(&[tokens, width], "tokens, channels of q, k and v")?;
-            tensor.expect_last_stride_1()?;
-            tensor.expect_aligned(x_dtype.size())?;
-        }
-
-        let weight_dtype = weight.first().dtype;
-        for tensor in weight.given() {
-            if weight.count == 3 {
-                tensor.expect_dtype(&[DType::F32, x_dtype])?;
-                if tensor.dtype != weight_dtype {
-                    return Err(tensor.type_error(format!("dtype {weight_dtype} (that of q's)")));
-                }
-                if tensor.shape() != [channels, 1, TAPS] && tensor.shape() != [channels, TAPS] {
-                    return Err(
-                        tensor.value_error(format!("shape [{channels}, 1, {TAPS}] or [{channels}, {TAPS}]"))
-                    );
-                }
-            } else {
-                tensor.expect_dtype(&[DType::F32])?;
-                tensor.expect_shape(&[3, TAPS, channels], "q, k and v; taps; channels")?;
-            }
-            tensor.expect_contiguous()?;
-            tensor.expect_aligned(weight_dtype.size())?;
-        }
-        let (weight_channel, weight_tap) = if weight.count == 3 { (TAPS, 1) } else { (1, channels) };
-
-        if let Some(bias) = bias {
-            for tensor in bias.given() {
-                let elements = if bias.count == 3 { channels } else { 3 * channels };
-                check_vector(tensor, elements, "channels", &[weight_dtype])?;
-            }
-        }
-
-        let (state_channel, state_tap) = (state.strides(1)[0], state.strides(2)[0]);
-        for tensor in state.given() {
-            if tensor.dtype != x_dtype {
-                return Err(tensor.type_error(format!("dtype {x_dtype} (that of x)")));
-            }
-            tensor.expect_rank(&["slots", "channels", "columns"])?;
-            let width = if state.count == 3 { channels } else { 3 * channels };
-            if tensor.shape()[1] != width || tensor.shape()[2] < columns {
-                return Err(tensor.value_error(format!("shape [slots, {width}, {columns} or more]")));
-            }
-            if tensor.shape()[0] > 0 && (tensor.stride(1), tensor.stride(2)) != (state_channel, state_tap) {
-                return Err(tensor.value_error("the channel and column strides of q's"));
-            }
-            check_cache(tensor)?;
-        }
-        Ok(Self {
-            x: x.pointers(channels),
-            x_row: x.strides(0),
-            x_dtype,
-            weight: weight.pointers(TAPS * channels),
-            weight_channel,
-            weight_tap,
-            weight_dtype,
-            bias: bias.map(|bias| bias.pointers(channels)),
-            state: state.pointers(channels * state_channel),
-            state_slot: state.strides(0),
-            state_channel,
-            state_tap,
-        })
-    }
-}
-
 /// Everything but the tensors.
 struct Options {
     lower_bound: Option<f64>,
@@ -301,30 +138,11 @@ impl Options {
     }
 }
 
-/// The tensors as Python hands them over.
-struct Objects<'a, 'py> {
-    x: &'a Bound<'py, PyAny>,
-    conv_weight: &'a Bound<'py, PyAny>,
-    conv_state: &'a Bound<'py, PyAny>,
-    raw_gate: &'a Bound<'py, PyAny>,
-    raw_beta: &'a Bound<'py, PyAny>,
-    a_log: Option<&'a Bound<'py, PyAny>>,
-    dt_bias: Option<&'a Bound<'py, PyAny>>,
-    state: &'a Bound<'py, PyAny>,
-    state_indices: &'a Bound<'py, PyAny>,
-    /// `query_start_loc` and `num_accepted_tokens` of `kda_decode_spec`.
-    spec: Option<[&'a Bound<'py, PyAny>; 2]>,
-    conv_bias: Option<&'a Bound<'py, PyAny>>,
-    output_gate: Option<&'a Bound<'py, PyAny>>,
-    norm_weight: Option<&'a Bound<'py, PyAny>>,
-    out: Option<&'a Bound<'py, PyAny>>,
-    allocate: &'a Bound<'py, PyAny>,
-}
-
+/// `kda_decode`, or with `query_start_loc` and `num_accepted_tokens` in `spec`, `kda_decode_spec`.
 #[pyfunction]
-#[pyo3(signature = (x, conv_weight, conv_state, raw_gate, raw_beta, a_log, dt_bias, state, state_indices, conv_bias,
-    lower_bound, output_gate, norm_weight, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid, out,
-    allocate, /))]
+#[pyo3(signature = (x, conv_weight, conv_state, raw_gate, raw_beta, a_log, dt_bias, state, state_indices, spec,
+    conv_bias, lower_bound, output_gate, norm_weight, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid,
+    out, allocate, /))]
 pub fn kda_decode<'py>(
     py: Python<'py>,
     x: &Bound<'py, PyAny>,
@@ -336,6 +154,7 @@ pub fn kda_decode<'py>(
     dt_bias: Option<&Bound<'py, PyAny>>,
     state: &Bound<'py, PyAny>,
     state_indices: &Bound<'py, PyAny>,
+    spec: Option<[Bound<'py, PyAny>; 2]>,
     conv_bias: Option<&Bound<'py, PyAny>>,
     lower_bound: Option<f64>,
     output_gate: Option<&Bound<'py, PyAny>>,
@@ -348,102 +167,25 @@ pub fn kda_decode<'py>(
     out: Option<&Bound<'py, PyAny>>,
     allocate: &Bound<'py, PyAny>,
 ) -> Result<Bound<'py, PyAny>> {
+    let op = if spec.is_some() { SPEC.name } else { DECODE.name };
     let options = Options { lower_bound, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid };
-    let objects = Objects {
-        x,
-        conv_weight,
-        conv_state,
-        raw_gate,
-        raw_beta,
-        a_log,
-        dt_bias,
-        state,
-        state_indices,
-        spec: None,
-        conv_bias,
-        output_gate,
-        norm_weight,
-        out,
-        allocate,
-    };
-    run(py, DECODE.name, &objects, &options)
-}
-
-#[pyfunction]
-#[pyo3(signature = (x, conv_weight, conv_state, raw_gate, raw_beta, a_log, dt_bias, state, state_indices,
-    query_start_loc, num_accepted_tokens, conv_bias, lower_bound, output_gate, norm_weight, norm_eps, scale, null_index,
-    gate_is_log_decay, beta_is_sigmoid, out, allocate, /))]
-pub fn kda_decode_spec<'py>(
-    py: Python<'py>,
-    x: &Bound<'py, PyAny>,
-    conv_weight: &Bound<'py, PyAny>,
-    conv_state: &Bound<'py, PyAny>,
-    raw_gate: &Bound<'py, PyAny>,
-    raw_beta: &Bound<'py, PyAny>,
-    a_log: Option<&Bound<'py, PyAny>>,
-    dt_bias: Option<&Bound<'py, PyAny>>,
-    state: &Bound<'py, PyAny>,
-    state_indices: &Bound<'py, PyAny>,
-    query_start_loc: &Bound<'py, PyAny>,
-    num_accepted_tokens: &Bound<'py, PyAny>,
-    conv_bias: Option<&Bound<'py, PyAny>>,
-    lower_bound: Option<f64>,
-    output_gate: Option<&Bound<'py, PyAny>>,
-    norm_weight: Option<&Bound<'py, PyAny>>,
-    norm_eps: f64,
-    scale: Option<f64>,
-    null_index: i64,
-    gate_is_log_decay: bool,
-    beta_is_sigmoid: bool,
-    out: Option<&Bound<'py, PyAny>>,
-    allocate: &Bound<'py, PyAny>,
-) -> Result<Bound<'py, PyAny>> {
-    let options = Options { lower_bound, norm_eps, scale, null_index, gate_is_log_decay, beta_is_sigmoid };
-    let objects = Objects {
-        x,
-        conv_weight,
-        conv_state,
-        raw_gate,
-        raw_beta,
-        a_log,
-        dt_bias,
-        state,
-        state_indices,
-        spec: Some([query_start_loc, num_accepted_tokens]),
-        conv_bias,
-        output_gate,
-        norm_weight,
-        out,
-        allocate,
-    };
-    run(py, SPEC.name, &objects, &options)
-}
-
-/// Checks the arguments and carries out the call.
-fn run<'py>(
-    py: Python<'py>,
-    op: &'static str,
-    objects: &Objects<'_, 'py>,
-    options: &Options,
-) -> Result<Bound<'py, PyAny>> {
     let mut arguments = Arguments::new(py);
     let mut pool = Tensor::unset(op, "state");
-    arguments.read(objects.state, &mut pool)?;
+    arguments.read(state, &mut pool)?;
     let mut indices = Tensor::unset(op, "state_indices");
-    arguments.read(objects.state_indices, &mut indices)?;
+    arguments.read(state_indices, &mut indices)?;
     let heads = check_state(&pool)?;
-    let (rows, columns) = check_indices(&indices, objects.spec.is_some())?;
+    let (rows, columns) = check_indices(&indices, spec.is_some())?;
 
-    let x = Parts::read(&mut arguments, op, "x", objects.x)?;
-    let weight = Parts::read(&mut arguments, op, "conv_weight", objects.conv_weight)?;
-    let conv_pool = Parts::read(&mut arguments, op, "conv_state", objects.conv_state)?;
-    let bias = objects.conv_bias;
-    let bias = bias.map(|bias| Parts::read(&mut arguments, op, "conv_bias", bias)).transpose()?;
+    let x = Parts::read(&mut arguments, op, "x", x)?;
+    let weight = Parts::read(&mut arguments, op, "conv_weight", conv_weight)?;
+    let conv_pool = Parts::read(&mut arguments, op, "conv_state", conv_state)?;
+    let bias = conv_bias.map(|bias| Parts::read(&mut arguments, op, "conv_bias", bias)).transpose()?;
 
     let (mut starts, mut accepted) =
         (Tensor::unset(op, "query_start_loc"), Tensor::unset(op, "num_accepted_tokens"));
-    let spec = objects.spec.map(|counts| {
-        read_counts(&mut arguments, counts, [&mut starts, &mut accepted], rows).map(|()| Spec {
+    let spec = spec.map(|counts| {
+        read_counts(&mut arguments, &counts, [&mut starts, &mut accepted], rows).map(|()| Spec {
             starts: &starts,
             accepted: &accepted,
             columns,
@@ -458,30 +200,30 @@ fn run<'py>(
     let activation = conv.x_dtype;
 
     let mut gate = Tensor::unset(op, "raw_gate");
-    arguments.read(objects.raw_gate, &mut gate)?;
+    arguments.read(raw_gate, &mut gate)?;
     gate.expect_dtype(&[activation, DType::F32])?;
     check_rows(&gate, &[tokens, heads, DIM], "tokens, heads and dimension")?;
     let mut beta = Tensor::unset(op, "raw_beta");
-    arguments.read(objects.raw_beta, &mut beta)?;
+    arguments.read(raw_beta, &mut beta)?;
     beta.expect_dtype(&[activation, DType::F32])?;
     check_rows(&beta, &[tokens, heads], "tokens and heads")?;
 
     let (mut rate, mut offset) = (Tensor::unset(op, "a_log"), Tensor::unset(op, "dt_bias"));
-    let rate = read_gate_vector(&mut arguments, objects.a_log, &mut rate, heads, options)?;
-    let offset = read_gate_vector(&mut arguments, objects.dt_bias, &mut offset, heads * DIM, options)?;
+    let rate = read_gate_vector(&mut arguments, a_log, &mut rate, heads, &options)?;
+    let offset = read_gate_vector(&mut arguments, dt_bias, &mut offset, heads * DIM, &options)?;
 
     let (mut final_gate, mut final_weight) =
         (Tensor::unset(op, "output_gate"), Tensor::unset(op, "norm_weight"));
     let norm = read_norm(
         &mut arguments,
-        objects,
+        [output_gate, norm_weight],
         [&mut final_gate, &mut final_weight],
         &[tokens, heads, DIM],
         activation,
-        options,
+        &options,
     )?;
 
-    let object = output(objects.out, objects.allocate, pool.device, &[tokens, heads, DIM], activation)?;
+    let object = output(out, allocate, pool.device, &[tokens, heads, DIM], activation)?;
     let mut stored = Tensor::unset(op, "out");
     arguments.read(&object, &mut stored)?;
     stored.expect_dtype(&[activation])?;
@@ -565,11 +307,11 @@ fn check_indices(indices: &Tensor, spec: bool) -> Result<(i64, i64)> {
 /// `query_start_loc` and `num_accepted_tokens`.
 fn read_counts<'py>(
     arguments: &mut Arguments<'py>,
-    objects: [&Bound<'py, PyAny>; 2],
+    objects: &[Bound<'py, PyAny>; 2],
     counts: [&mut Tensor; 2],
     rows: i64,
 ) -> Result<()> {
-    for ((object, tensor), elements) in objects.into_iter().zip(counts).zip([rows + 1, rows]) {
+    for ((object, tensor), elements) in objects.iter().zip(counts).zip([rows + 1, rows]) {
         arguments.read(object, tensor)?;
         tensor.expect_dtype(&[DType::I32, DType::I64])?;
         tensor.expect_aligned(tensor.dtype.size())?;
@@ -581,13 +323,13 @@ fn read_counts<'py>(
 /// `output_gate` and `norm_weight`: both or neither.
 fn read_norm<'a, 'py>(
     arguments: &mut Arguments<'py>,
-    objects: &Objects<'_, 'py>,
+    objects: [Option<&Bound<'py, PyAny>>; 2],
     [final_gate, final_weight]: [&'a mut Tensor; 2],
     shape: &[i64],
     activation: DType,
     options: &Options,
 ) -> Result<Option<Norm<'a>>> {
-    match (objects.output_gate, objects.norm_weight) {
+    match (objects[0], objects[1]) {
         (None, None) => Ok(None),
         (Some(gate), Some(weight)) => {
             arguments.read(gate, final_gate)?;
