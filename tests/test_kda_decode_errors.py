@@ -366,26 +366,17 @@ def test_one_argument_on_another_device_is_refused(home: str, rng: torch.Generat
 
 
 def _raw(args: dict[str, Any]) -> Any:
-    order = (
-        "x",
-        "conv_weight",
-        "conv_state",
-        "raw_gate",
-        "raw_beta",
-        "a_log",
-        "dt_bias",
-        "state",
-        "state_indices",
+    recurrence = ("x", "conv_weight", "conv_state", "raw_gate", "raw_beta", "a_log", "dt_bias", "state")
+    epilogue = ("conv_bias", "lower_bound", "output_gate", "norm_weight")
+    flags = ("scale", "null_index", "gate_is_log_decay", "beta_is_sigmoid", "out")
+    return _core.kda_decode(
+        *[args[name] for name in (*recurrence, "state_indices")],
+        None,
+        *[args[name] for name in epilogue],
+        1e-5,
+        *[args[name] for name in flags],
+        allocate,
     )
-    order += ("conv_bias", "lower_bound", "output_gate", "norm_weight")
-    last = (
-        args["scale"],
-        args["null_index"],
-        args["gate_is_log_decay"],
-        args["beta_is_sigmoid"],
-        args["out"],
-    )
-    return _core.kda_decode(*[args[name] for name in order], 1e-5, *last, allocate)
 
 
 @pytest.mark.parametrize("argument", ["state", "x", "conv_state", "raw_gate", "state_indices", "out"])

@@ -293,7 +293,8 @@ def _one_or_three(tensors: list[torch.Tensor]) -> Tensors | None:
     return plain(tensors[0]) if len(tensors) == 1 else [plain(tensor) for tensor in tensors]
 
 
-def _kda_decode(
+def _launch(
+    spec: tuple[torch.Tensor, torch.Tensor] | None,
     x: list[torch.Tensor],
     conv_weight: list[torch.Tensor],
     conv_state: list[torch.Tensor],
@@ -313,7 +314,6 @@ def _kda_decode(
     null_index: int,
     gate_is_log_decay: bool,
     beta_is_sigmoid: bool,
-    spec: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     _core.kda_decode(
         _one_or_three(x),
@@ -340,9 +340,14 @@ def _kda_decode(
     )
 
 
+def _kda_decode(*arguments: Any) -> None:
+    _launch(None, *arguments)
+
+
 def _kda_decode_spec(*arguments: Any) -> None:
-    before, (query_start_loc, num_accepted_tokens), after = arguments[:9], arguments[9:11], arguments[11:]
-    _kda_decode(*before, *after, spec=(plain(query_start_loc), plain(num_accepted_tokens)))
+    query_start_loc, num_accepted_tokens = arguments[9:11]
+    spec = (plain(query_start_loc), plain(num_accepted_tokens))
+    _launch(spec, *arguments[:9], *arguments[11:])
 
 
 def _fake_kda_decode(*arguments: object) -> None:
