@@ -42,6 +42,40 @@ __device__ __forceinline__ float load_f32(const float* address) {
     return v;
 }
 
+// Loads under a condition, zero without. Predicated, not branched around: behind a branch each load would wait for itself.
+
+__device__ __forceinline__ uint4 load_16_if(bool condition, const void* address) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_8_if(bool condition, const void* address) {
+    uint2 v = make_uint2(0, 0);
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p ld.global.v2.u32 {%0, %1}, [%2];\n\t}"
+                 : "+r"(v.x), "+r"(v.y)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_u32_if(bool condition, const void* address) {
+    uint32_t v = 0;
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p ld.global.u32 %0, [%1];\n\t}"
+                 : "+r"(v)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+    return v;
+}
+
+__device__ __forceinline__ uint32_t load_u16_if(bool condition, const void* address) {
+    uint16_t v = 0;
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p ld.global.u16 %0, [%1];\n\t}"
+                 : "+h"(v)
+                 : "l"(address), "r"(static_cast<uint32_t>(condition)));
+    return v;
+}
+
 __device__ __forceinline__ void store_16(void* address, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

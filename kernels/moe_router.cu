@@ -3,6 +3,7 @@
 //
 // Clusters of blocks compute the logits of 16 experts each (gate_gemm.cuh). The first block of a cluster turns them into scores
 // and writes those to scratch memory; the one that finishes last selects for all tokens, a warp a token.
+#include "cluster.cuh"
 #include "gate_gemm.cuh"
 
 namespace hotpath {
@@ -39,35 +40,8 @@ static_assert(sizeof(RouterParams) == 144, "the host's twin has this size");
 constexpr uint32_t kTickets = 1u << 18;
 __device__ uint32_t moe_router_tickets[kTickets];
 
-// ---- Thread-block clusters -----------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
-
-// Where `address` of this block's shared memory is in another block of the cluster.
-__device__ __forceinline__ uint32_t address_in_block(const void* address, uint32_t block) {
-    uint32_t at;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(address)), "r"(block));
-    return at;
-}
-
-__device__ __forceinline__ void store_to_block(uint32_t* address, uint32_t block, uint32_t value) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_block(address, block)), "r"(value) : "memory");
-}
-
-// A barrier in shared memory that is passed once `bytes` have been stored by send(): no fence, unlike a cluster barrier.
-// For the threads of one warp.
-__device__ __forceinline__ void expect(uint64_t* barrier, uint32_t bytes) {
-    if (threadIdx.x == 0) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncwarp();
-    if (threadIdx.x == 0)
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
+// ---- Exchange in a cluster -------------------------------------------------------------------------------------------
+// Blocks send their sums to the first one, whose barrier counts the bytes: no fence, unlike a cluster barrier.
 
 __device__ __forceinline__ void send(uint32_t to, float value, uint32_t barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(value)), "r"(barrier)
@@ -457,7 +431,9 @@ __device__ __forceinline__ void route(const RouterParams& p) {
     const uint32_t first_expert = cluster * kGateRows, warp = threadIdx.x / 32;
     constexpr int kValues = kTiles * kGateTokens * kGateRows;
     constexpr bool kShare = kTiles > 1;
-    if (threadIdx.x < 32) expect(&memory.arrived, blocks * kValues * sizeof(float));
+    if (threadIdx.x == 0) init_barrier(&memory.arrived);
+    __syncwarp();
+    if (threadIdx.x == 0) expect_bytes(&memory.arrived, blocks * kValues * sizeof(float));
     // Says that this block runs and its barrier is there, so that its shared memory may be written.
     cluster_arrive();
     // A bias is a weight: no kernel before writes it.

@@ -17,6 +17,7 @@ use crate::tensor::{DType, Device};
 /// An op as the rest of the crate knows it.
 pub struct Op {
     pub name: &'static str,
+    /// Of the file in `kernels/`.
     pub stem: &'static str,
     pub kernels: &'static [&'static Kernel],
 }

@@ -1,4 +1,5 @@
-//! The CUDA implementation: which kernel, and its parameters. The kernels are in `kernels/kda_decode.cu`.
+//! The CUDA implementation: which kernel, and its parameters. The kernels are in `kernels/kda_decode.cu` and
+//! `kernels/kda_decode_spec.cu`.
 
 use std::ptr;
 
@@ -19,9 +20,9 @@ struct Variant {
 }
 
 macro_rules! variants {
-    ($kernels:ident: $($name:ident, $kernel:ident = $symbol:literal, $blocks:literal blocks, $threads:literal threads, $staged:literal staged;)*) => {
+    ($kernels:ident of $stem:literal: $($name:ident, $kernel:ident = $symbol:literal, $blocks:literal blocks, $threads:literal threads, $staged:literal staged;)*) => {
         $(
-            static $kernel: Kernel = Kernel::new("kda_decode", $symbol).with_shared($staged);
+            static $kernel: Kernel = Kernel::new($stem, $symbol).with_shared($staged);
             static $name: Variant = Variant { kernel: &$kernel, blocks: $blocks, threads: $threads, staged: $staged };
         )*
         pub const $kernels: &[&Kernel] = &[$(&$kernel),*];
@@ -29,7 +30,7 @@ macro_rules! variants {
 }
 
 variants! {
-    KERNELS:
+    KERNELS of "kda_decode":
     F32_QUARTER, K_F32_QUARTER = c"kda_decode_f32_quarter", 4 blocks, 128 threads, 0 staged;
     F32_HALF, K_F32_HALF = c"kda_decode_f32_half", 2 blocks, 128 threads, 32768 staged;
     F32_STEPPED, K_F32_STEPPED = c"kda_decode_f32_stepped", 1 blocks, 256 threads, 0 staged;
@@ -41,7 +42,7 @@ variants! {
 }
 
 variants! {
-    SPEC_KERNELS:
+    SPEC_KERNELS of "kda_decode_spec":
     SPEC_F32_QUARTER, K_SPEC_F32_QUARTER = c"kda_decode_spec_f32_quarter", 4 blocks, 128 threads, 0 staged;
     SPEC_F32_HALF, K_SPEC_F32_HALF = c"kda_decode_spec_f32_half", 2 blocks, 128 threads, 0 staged;
     SPEC_F32_NARROW, K_SPEC_F32_NARROW = c"kda_decode_spec_f32_narrow", 1 blocks, 128 threads, 0 staged;
@@ -53,7 +54,7 @@ variants! {
     SPEC_FP16_NARROW, K_SPEC_FP16_NARROW = c"kda_decode_spec_fp16_narrow", 1 blocks, 128 threads, 0 staged;
 }
 
-/// Twin of `KdaParams` in the kernels' file. Strides in elements.
+/// Twin of `KdaParams` in `kernels/kda.cuh`. Strides in elements.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct KdaParams {
@@ -103,7 +104,7 @@ unsafe impl Params for KdaParams {}
 // Also asserted beside the twin.
 const _: () = assert!(size_of::<KdaParams>() == 360);
 
-/// Twin of `KdaSpecParams` in the kernels' file. Rows of `one` are tokens.
+/// Twin of `KdaSpecParams` in `kernels/kda_decode_spec.cu`. Rows of `one` are tokens.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct SpecParams {

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::tensor::{DType, Device, Tensor};
 
 pub const DECODE: Op = Op { name: "kda_decode", stem: "kda_decode", kernels: cuda::KERNELS };
-pub const SPEC: Op = Op { name: "kda_decode_spec", stem: "kda_decode", kernels: cuda::SPEC_KERNELS };
+pub const SPEC: Op = Op { name: "kda_decode_spec", stem: "kda_decode_spec", kernels: cuda::SPEC_KERNELS };
 
 /// Of K and of V.
 const DIM: i64 = 128;
