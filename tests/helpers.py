@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import os
 import secrets
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Fresh for every run. The environment carries it to worker processes, and sets it to repeat a run.
 SEED = int(os.environ.setdefault("HOTPATH_TEST_SEED", str(secrets.randbits(31))))
@@ -113,3 +117,11 @@ class Output:
         self.assert_guards_intact(what)
         body = self._storage[self._start : self._start + self._size]
         assert (body == POISON).all(), f"{what}: written although the call failed"
+
+
+def capture(body: Callable[[], Any], *, keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The CUDA graph of one call of `body`, and what that call returned."""
+    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
+    with torch.cuda.graph(graph):
+        result = body()
+    return graph, result

@@ -102,6 +102,15 @@ class Call:
         """The same values on a device, row strides and bases kept."""
         return Call({name: _moved(value, device) for name, value in self.args.items()})
 
+    def with_outputs(self) -> Call:
+        """The same call with poisoned outputs of its own, where its inputs are."""
+        device, ids_shape = self["hidden_states"].device, (self.shape[0], self["top_k"])
+        return self.changed(
+            out_logits=torch.full(self.shape, -7.0, dtype=self.logits_dtype, device=device),
+            topk_weights=torch.full(ids_shape, -7.0, device=device),
+            topk_ids=torch.full(ids_shape, -7, dtype=torch.int32, device=device),
+        )
+
     def run(self, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
         args = self.args | changes
         return vllm_hotpath.moe_router(args.pop("hidden_states"), args.pop("gate_weight"), **args)

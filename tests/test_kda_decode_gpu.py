@@ -7,13 +7,12 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from tests import cuda_probe
-from tests.helpers import BF16, FP16, POISON, as_bits, assert_same_bits
+from tests.helpers import BF16, FP16, POISON, as_bits, assert_same_bits, capture
 from tests.kda_cases import (
     FORMS,
     HEADS,
@@ -35,9 +34,6 @@ from tests.kda_cases import (
     whole,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = pytest.mark.gpu("kda_decode")
 
 ROOT = Path(__file__).parents[1]
@@ -45,13 +41,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32 = torch.float32
 # Rows and heads on both sides of every change of plan on a whole H200.
 SIZES = ((1, 1), (1, 12), (3, 12), (4, 12), (18, 12), (19, 12), (26, 12), (27, 12), (64, 12), (32, 96))
-
-
-def _capture(body: Callable[[], Any], *, keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-    with torch.cuda.graph(graph):
-        result = body()
-    return graph, result
 
 
 def _with_out(call: Call) -> Call:
@@ -163,7 +152,7 @@ def test_replay_sees_changed_inputs_indices_and_padding(rows: int, rng: torch.Ge
     # Whatever slot becomes live later holds finite values.
     for name in ("conv_state", "state"):
         call[name].copy_(call[name].nan_to_num(0.5, 0.5, 0.5).clamp(-2, 2))
-    graph, _ = _capture(call.run)
+    graph, _ = capture(call.run)
 
     def replay() -> torch.Tensor:
         graph.replay()
@@ -181,7 +170,7 @@ def test_replay_sees_changed_inputs_indices_and_padding(rows: int, rng: torch.Ge
 def test_capturing_writes_nothing(rng: torch.Generator) -> None:
     call = _with_out(make_call(CUDA, rng, rows=4, null_rows=(0, 3)))
     before = call.copy()
-    graph, _ = _capture(call.run)
+    graph, _ = capture(call.run)
     assert_same_results(call, before, call["out"], before["out"])
     graph.replay()
     assert not torch.equal(as_bits(call["out"]), as_bits(before["out"]))
@@ -190,7 +179,7 @@ def test_capturing_writes_nothing(rng: torch.Generator) -> None:
 @pytest.mark.parametrize("name", list(FORMS))
 def test_a_call_is_one_kernel_node_and_nothing_else(name: str, rng: torch.Generator) -> None:
     call = make_call(CUDA, rng, FORMS[name])
-    graph, _ = _capture(call.run, keep_graph=True)
+    graph, _ = capture(call.run, keep_graph=True)
     assert cuda_probe.node_types(graph) == [cuda_probe.KERNEL_NODE]
 
 
@@ -198,7 +187,7 @@ def test_a_call_is_one_kernel_node_and_nothing_else(name: str, rng: torch.Genera
 def test_every_plan_is_one_kernel_node(rows: int, heads: int, rng: torch.Generator) -> None:
     for state_dtype in STATE_DTYPES:
         call = make_call(CUDA, rng, rows=rows, heads=heads, state_dtype=state_dtype)
-        graph, _ = _capture(call.run, keep_graph=True)
+        graph, _ = capture(call.run, keep_graph=True)
         assert cuda_probe.node_types(graph) == [cuda_probe.KERNEL_NODE]
 
 
@@ -206,7 +195,7 @@ def test_zero_rows_launch_nothing(rng: torch.Generator) -> None:
     call = make_call(CUDA, rng, rows=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Graph is empty")
-        graph, _ = _capture(call.run, keep_graph=True)
+        graph, _ = capture(call.run, keep_graph=True)
     assert cuda_probe.node_types(graph) == []
 
 
@@ -242,7 +231,7 @@ print("captured")
         ("global", 64, "torch.bfloat16"),
     ],
 )
-def test_the_first_call_of_a_process_may_be_inside_capture(
+def test_the_first_call_of_a_process_may_be_insidecapture(
     mode: str, rows: int, dtype: str, rng: torch.Generator
 ) -> None:
     code = _FIRST_CALL.format(seed=rng.initial_seed() % 2**31, mode=mode, rows=rows, dtype=dtype)
@@ -355,7 +344,7 @@ def test_200_chained_steps_in_a_graph_equal_200_eager_ones(
 
     steps(synchronize=True)
     wanted_outs, wanted = seen.clone(), call.copy()
-    graph, _ = _capture(lambda: steps(synchronize=False))
+    graph, _ = capture(lambda: steps(synchronize=False))
     for _ in range(5):
         for name in ("state", "conv_state"):
             as_bits(call[name]).copy_(as_bits(start[name]))
@@ -376,7 +365,7 @@ def test_the_op_waits_for_a_producer_that_lets_it_start_early(captured: bool, rn
             late_copy(source[name], call[name])
             call.run()
 
-    graph = _capture(body)[0] if captured else None
+    graph = capture(body)[0] if captured else None
     for _ in range(50):
         refill(source, rng)
         for name in ("state", "conv_state"):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from tests import cuda_probe
-from tests.helpers import POISON, as_bits, assert_same_bits
+from tests.helpers import POISON, as_bits, assert_same_bits, capture
 from tests.kda_cases import (
     STATE_DTYPES,
     STATE_TOLERANCE,
@@ -26,21 +26,11 @@ from tests.kda_spec_cases import (
     windows,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = pytest.mark.gpu("kda_decode_spec")
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Rows and heads on both sides of every change of plan.
 SIZES = ((1, 1), (3, 12), (4, 12), (18, 12), (19, 12), (32, 12), (8, 96))
-
-
-def _capture(body: Callable[[], Any], *, keep_graph: bool = False) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-    with torch.cuda.graph(graph):
-        body()
-    return graph
 
 
 def _mixed(rows: int, rng: torch.Generator, columns: int = 4) -> SpecForm:
@@ -110,7 +100,7 @@ def test_a_row_gets_the_same_bits_in_every_batch(state_dtype: torch.dtype, rng: 
 def test_a_call_is_one_kernel_node(rows: int, heads: int, rng: torch.Generator) -> None:
     for state_dtype in STATE_DTYPES:
         call = make_spec_call(CUDA, rng, _mixed(rows, rng), heads=heads, state_dtype=state_dtype)
-        graph = _capture(call.run, keep_graph=True)
+        graph, _ = capture(call.run, keep_graph=True)
         assert cuda_probe.node_types(graph) == [cuda_probe.KERNEL_NODE]
 
 
@@ -123,7 +113,7 @@ def test_replay_sees_changed_indices_lengths_acceptance_and_padding(rows: int, r
     # Whatever slot becomes live later holds finite values.
     for name in ("conv_state", "state"):
         call[name].copy_(call[name].nan_to_num(0.5, 0.5, 0.5).clamp(-2, 2))
-    graph = _capture(call.run)
+    graph, _ = capture(call.run)
 
     def replay() -> torch.Tensor:
         graph.replay()
@@ -164,7 +154,7 @@ def test_chained_steps_in_a_graph_equal_eager_ones(rows: int, rng: torch.Generat
 
     want = steps(eager, True)
     results: list[torch.Tensor] = []
-    graph = _capture(lambda: results.extend(steps(call, False)))
+    graph, _ = capture(lambda: results.extend(steps(call, False)))
     for _ in range(3):
         for name in ("conv_state", "state"):
             call[name].copy_(start[name])

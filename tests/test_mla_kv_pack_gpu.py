@@ -22,6 +22,7 @@ from tests.helpers import (
     FP16,
     as_bits,
     assert_same_bits,
+    capture,
     every_pattern,
     random_patterns,
     random_values,
@@ -127,13 +128,6 @@ def test_every_layout_and_dtype_mix_agrees_with_the_cpu(layout: str, rows: str, 
             _assert_cpu_equals_gpu(vllm_hotpath.mla_kv_concat, (k_nope, k_pe))
 
 
-def _capture(body: Callable[[], Any], *, keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-    with torch.cuda.graph(graph):
-        result = body()
-    return graph, result
-
-
 def _refill(inputs: Sequence[torch.Tensor], rng: torch.Generator) -> None:
     for tensor in inputs:
         tensor.copy_(random_values(tuple(tensor.shape), tensor.dtype, rng))
@@ -143,7 +137,7 @@ def _refill(inputs: Sequence[torch.Tensor], rng: torch.Generator) -> None:
 def test_replay_sees_changed_inputs_and_scales(tokens: int, rng: torch.Generator) -> None:
     inputs = make_inputs(tokens, 8, SHAPE, CUDA, rng)
     scale = make_scale(1.0, CUDA)
-    graph, (k, v, out) = _capture(
+    graph, (k, v, out) = capture(
         lambda: (
             *vllm_hotpath.mla_kv_concat_quant_fp8(*inputs, k_scale=scale, v_scale=scale),
             vllm_hotpath.mla_kv_concat(*inputs[:2]),
@@ -178,7 +172,7 @@ def test_a_call_is_one_kernel_node_and_nothing_else(tokens: int, layout: str, rn
             k_nope, k_pe, v, k_scale=scale, v_scale=scale, v_pad_to=192
         ),
     ):
-        graph, _ = _capture(body, keep_graph=True)
+        graph, _ = capture(body, keep_graph=True)
         assert cuda_probe.node_types(graph) == [cuda_probe.KERNEL_NODE]
 
 
@@ -186,7 +180,7 @@ def test_zero_tokens_launch_nothing(rng: torch.Generator) -> None:
     inputs = make_inputs(0, 8, SHAPE, CUDA, rng)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Graph is empty")
-        graph, _ = _capture(
+        graph, _ = capture(
             lambda: (vllm_hotpath.mla_kv_concat_quant_fp8(*inputs), vllm_hotpath.mla_kv_concat(*inputs[:2])),
             keep_graph=True,
         )
@@ -213,7 +207,7 @@ print("captured")
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_the_first_call_of_a_process_may_be_inside_capture(mode: str, rng: torch.Generator) -> None:
+def test_the_first_call_of_a_process_may_be_insidecapture(mode: str, rng: torch.Generator) -> None:
     code = _FIRST_CALL.format(seed=rng.initial_seed() % 2**31, mode=mode)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
@@ -369,7 +363,7 @@ def test_a_chain_of_packs_and_torch_kernels_keeps_its_order(tokens: int, rng: to
             wants.append(out if link % 2 else torch.cat([as_bits(out)[..., :184], tail], -1).view(E4M3))
         return wants
 
-    graph, _ = _capture(chain)
+    graph, _ = capture(chain)
     for _ in range(5):
         source.copy_(random_values((tokens, 4, 128), FP16, rng))
         k_pe.copy_(random_values((tokens, 64), E4M3, rng))
@@ -394,7 +388,7 @@ def test_the_pack_waits_for_a_producer_that_lets_it_start_early(captured: bool, 
             late_copy(source, tensor)
         return vllm_hotpath.mla_kv_concat_quant_fp8(*inputs)
 
-    graph, got = _capture(body) if captured else (None, None)
+    graph, got = capture(body) if captured else (None, None)
     for _ in range(50):
         for tensor in inputs:
             tensor.zero_()

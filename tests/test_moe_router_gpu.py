@@ -1,4 +1,4 @@
-"""CUDA behaviour of ``moe_router``: vLLM's kernel, cuBLAS logits, capture, streams, counters, far rows."""
+"""CUDA behaviour of ``moe_router``: capture, streams, counters, far rows."""
 
 from __future__ import annotations
 
@@ -9,77 +9,28 @@ import sys
 import threading
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from tests import cuda_probe
-from tests.helpers import BF16, SEED, as_bits, assert_same_bits
+from tests.helpers import BF16, assert_same_bits, capture
 from tests.moe_router_cases import (
     FORMS,
     FP32,
-    INF,
-    NAN,
     Call,
     assert_logits_close,
     assert_routing,
-    call_of_logits,
     check,
     make_call,
     scores_of,
     workspace_elements,
 )
-from tests.reference import moe_router as reference
-from vllm_hotpath.bench import peers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.gpu("moe_router")
 
 ROOT = Path(__file__).parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-# Experts, top_k, n_group, topk_group.
-SIZES = (
-    (384, 8, 1, 1),
-    (256, 8, 8, 4),
-    (896, 16, 1, 1),
-    (256, 8, 1, 1),
-    (512, 22, 1, 1),
-    (896, 8, 1, 1),
-    (384, 9, 1, 1),
-    (384, 24, 1, 1),
-    (640, 20, 1, 1),
-    (64, 6, 1, 1),
-    (72, 6, 1, 1),
-    (128, 4, 8, 2),
-    (160, 6, 8, 3),
-    (256, 8, 4, 2),
-    (256, 12, 8, 5),
-    (512, 8, 16, 4),
-    (1024, 32, 1, 1),
-)
-# Called by the models; the peer has to take them.
-MODEL_SIZES = SIZES[:4]
-SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 30.0, -30.0, 90.0, -200.0, 3e38, 1e-40, INF, -INF, NAN)
-
-
-def _capture(body: Callable[[], Any], *, keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-    with torch.cuda.graph(graph):
-        result = body()
-    return graph, result
-
-
-def _with_outputs(call: Call) -> Call:
-    tokens, experts = call.shape
-    k = call["top_k"]
-    return call.changed(
-        out_logits=torch.full((tokens, experts), -7.0, dtype=call.logits_dtype, device=CUDA),
-        topk_weights=torch.full((tokens, k), -7.0, device=CUDA),
-        topk_ids=torch.full((tokens, k), -7, dtype=torch.int32, device=CUDA),
-    )
 
 
 def _assert_same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
@@ -87,157 +38,12 @@ def _assert_same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) 
         assert_same_bits(one, other, name)
 
 
-def _peer() -> Callable[..., Any]:
-    op = peers.op("_moe_C", "grouped_topk")
-    if op is None:
-        pytest.skip(f"no _moe_C::grouped_topk to compare with: {peers.load().problem or peers.load().label}")
-    return op
-
-
-def _assert_equals_peer(call: Call) -> bool:
-    """Ids and weights are those of vLLM's kernel; False if that does not take the sizes."""
-    call = _with_outputs(call)
-    weights, ids = call.run()
-    arguments = ("n_group", "topk_group", "top_k", "renormalize", "routed_scaling_factor", "bias")
-    try:
-        want = _peer()(call["out_logits"], *[call[name] for name in arguments], 1)
-    except RuntimeError:
-        return False
-    theirs_weights, theirs_ids = want
-    differ = (ids != theirs_ids).any(1)
-    if differ.any():
-        row = int(differ.nonzero()[0, 0])
-        raise AssertionError(
-            f"row {row} of {call.options[2:]} {call.shape}: ids {ids[row].tolist()}, peer "
-            f"{theirs_ids[row].tolist()}; logits {call['out_logits'][row].tolist()}, "
-            f"bias {call['bias'].tolist()} (HOTPATH_TEST_SEED={SEED})"
-        )
-    # Up to 128 experts in one group its scores differ from those of its other kernels in the last bit.
-    ulps = int(call["n_group"] == 1 and call.shape[1] <= 128)
-    near = (as_bits(weights) - as_bits(theirs_weights)).abs() <= ulps
-    same = near | (weights.isnan() & theirs_weights.isnan())
-    assert same.all(), f"weights {weights[~same][:4].tolist()}, peer {theirs_weights[~same][:4].tolist()}"
-    return True
-
-
-@pytest.mark.parametrize("logits", [BF16, FP32], ids=str)
-@pytest.mark.parametrize(("experts", "top_k", "n_group", "topk_group"), SIZES)
-def test_random_logits_route_as_vllm_routes_them(
-    experts: int, top_k: int, n_group: int, topk_group: int, logits: torch.dtype, rng: torch.Generator
-) -> None:
-    sizes = {"experts": experts, "top_k": top_k, "n_group": n_group, "topk_group": topk_group}
-    taken = [
-        _assert_equals_peer(
-            make_call(
-                CUDA,
-                rng,
-                hidden=64,
-                tokens=tokens,
-                logits=logits,
-                spread=spread,
-                scaling=scaling,
-                renormalize=renormalize,
-                **sizes,
-            )
-        )
-        for tokens in (1, 8, 13, 32)
-        for spread in (0.1, 2.0, 12.0)
-        for scaling in (1.0, 2.827)
-        for renormalize in (True, False)
-    ]
-    assert all(taken) or (tuple(sizes.values()) not in MODEL_SIZES and not any(taken))
-
-
-@pytest.mark.parametrize("logits", [BF16, FP32], ids=str)
-@pytest.mark.parametrize(("experts", "top_k", "n_group", "topk_group"), SIZES)
-def test_awkward_logits_route_as_vllm_routes_them(
-    experts: int, top_k: int, n_group: int, topk_group: int, logits: torch.dtype, rng: torch.Generator
-) -> None:
-    """Ties, infinities and NaN, few and many of them.
-
-    No bias excludes whole groups: the peer would return an expert several times.
-    """
-
-    def some(values: tuple[float, ...]) -> torch.Tensor:
-        return torch.tensor(values)[torch.randint(len(values), (experts,), generator=rng)]
-
-    sizes = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}
-    finite, special = SPECIAL[:11], SPECIAL
-    if n_group > 1 and experts // n_group == 32 and (experts, top_k, n_group, topk_group) not in MODEL_SIZES:
-        # Where a group is a warp's width, the peer's general kernel lets a NaN's place decide.
-        special = SPECIAL[:-1]
-    cases = [
-        (torch.full((experts,), value), torch.full((experts,), bias))
-        for value in (0.0, 1.0, -200.0, 90.0, INF, -INF, NAN)
-        for bias in (0.0, 0.5, -3.0)
-    ]
-    for values in (finite, special, (1.0, -1.0), (1.0, special[-1]), (INF, 1.0), (-INF, 2.0)):
-        for biases in ((0.0,), (0.0, 0.25, -0.5), (11.0, 11.0 + 2.0**-20), (0.0, -INF)):
-            cases += [(some(values), some(biases)) for _ in range(4)]
-    sparse = torch.full((experts,), -INF)
-    for count in (0, 1, 2, top_k - 1, top_k):
-        few = sparse.clone()
-        few[torch.randperm(experts, generator=rng)[:count]] = 1.5
-        cases.append((few, torch.zeros(experts)))
-        poor = torch.randn(experts, generator=rng)
-        poor[few == -INF] = special[-1]
-        cases.append((poor, torch.zeros(experts)))
-    factors = (1.0, 0.5, 1.0, -1.0)
-    for values, bias in cases:
-        call = call_of_logits(
-            values, CUDA, bias=bias, factors=factors, dtype=logits, routed_scaling_factor=2.5, **sizes
-        )
-        taken = _assert_equals_peer(call)
-        assert taken or (experts, top_k, n_group, topk_group) not in MODEL_SIZES
-
-
-@pytest.mark.parametrize("name", ["kimi k2.6", "deepseek v3", "kimi k3", "kimi linear"])
-def test_ids_are_those_of_cublas_logits_up_to_near_ties(name: str, rng: torch.Generator) -> None:
-    form = dataclasses.replace(FORMS[name], tokens=32)
-    differing = rows = 0
-    for _ in range(12):
-        call = make_call(CUDA, rng, form)
-        for _ in range(16):
-            hidden = torch.randn(32, form.hidden, device=CUDA).to(BF16)
-            call.args["hidden_states"] = hidden
-            _, ids = call.run()
-            if call.logits_dtype == FP32:
-                logits = torch.mm(hidden, call["gate_weight"].T, out_dtype=FP32)
-            else:
-                logits = torch.nn.functional.linear(hidden, call["gate_weight"])
-            # The same selection of cuBLAS logits.
-            weight = torch.zeros(form.experts, 32, device=CUDA)
-            weight.copy_(logits.T)
-            exact = call.changed(
-                hidden_states=torch.eye(32, dtype=BF16, device=CUDA),
-                gate_weight=weight,
-                logits_dtype=call.logits_dtype,
-            )
-            _, want = exact.run()
-            differ = (ids != want).any(1)
-            differing += int(differ.sum())
-            rows += 32
-            if not differ.any():
-                continue
-            true, _ = reference.gate(hidden[differ], call["gate_weight"])
-            sums = torch.sigmoid(true) + call["bias"]
-            here, there = (sums.gather(1, one[differ].long()) for one in (ids, want))
-            # A logit moves by at most one step, its score by at most a quarter of that.
-            step = 2.0**-7 if call.logits_dtype == BF16 else 2.0**-18
-            margin = step * true.abs().amax(1, keepdim=True) * 0.5
-            if form.n_group > 1:
-                margin = margin * 2
-            changed = ids[differ] != want[differ]
-            assert ((here - there).abs() <= margin)[changed].all()
-    assert differing <= rows / 1000, f"{differing} of {rows} rows differ"
-
-
 @pytest.mark.parametrize("name", list(FORMS))
 def test_every_form_agrees_with_the_cpu(name: str, rng: torch.Generator) -> None:
     call = make_call(CPU, rng, FORMS[name])
     logits = torch.empty(call.shape, dtype=call.logits_dtype)
     call.run(out_logits=logits)
-    on_gpu = _with_outputs(call.to(CUDA))
+    on_gpu = call.to(CUDA).with_outputs()
     on_gpu.run()
     assert_logits_close(on_gpu["out_logits"].cpu(), call["hidden_states"], call["gate_weight"])
     if call["scoring"] == "sigmoid":
@@ -260,8 +66,8 @@ def test_every_form_agrees_with_the_cpu(name: str, rng: torch.Generator) -> None
 def test_replay_sees_changed_inputs_weights_and_bias(tokens: int, rng: torch.Generator) -> None:
     for name in ("kimi linear", "many with bf16 logits", "fp32 weight", "softmax in groups"):
         form = dataclasses.replace(FORMS[name], tokens=tokens)
-        call = _with_outputs(make_call(CUDA, rng, form))
-        graph, _ = _capture(call.run)
+        call = make_call(CUDA, rng, form).with_outputs()
+        graph, _ = capture(call.run)
         for _ in range(4):
             fresh = make_call(CUDA, rng, form)
             for argument in ("hidden_states", "gate_weight", "bias"):
@@ -276,8 +82,8 @@ def test_replay_sees_changed_inputs_weights_and_bias(tokens: int, rng: torch.Gen
 
 
 def test_capturing_writes_nothing(rng: torch.Generator) -> None:
-    call = _with_outputs(make_call(CUDA, rng))
-    graph, _ = _capture(call.run)
+    call = make_call(CUDA, rng).with_outputs()
+    graph, _ = capture(call.run)
     torch.cuda.synchronize()
     for argument in ("out_logits", "topk_weights", "topk_ids"):
         assert (call[argument] == -7).all()
@@ -289,7 +95,7 @@ def test_capturing_writes_nothing(rng: torch.Generator) -> None:
 def test_a_call_is_one_kernel_node_and_nothing_else(name: str, rng: torch.Generator) -> None:
     for tokens in (1, 12, 32):
         call = make_call(CUDA, rng, FORMS[name], tokens=tokens)
-        graph, _ = _capture(call.run, keep_graph=True)
+        graph, _ = capture(call.run, keep_graph=True)
         assert cuda_probe.node_types(graph) == [cuda_probe.KERNEL_NODE]
 
 
@@ -297,7 +103,7 @@ def test_no_tokens_launch_nothing(rng: torch.Generator) -> None:
     call = make_call(CUDA, rng, tokens=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Graph is empty")
-        graph, _ = _capture(call.run, keep_graph=True)
+        graph, _ = capture(call.run, keep_graph=True)
     assert cuda_probe.node_types(graph) == []
 
 
@@ -330,7 +136,7 @@ print("captured")
         ("global", "fp32 weight", 4),
     ],
 )
-def test_the_first_call_of_a_process_may_be_inside_capture(
+def test_the_first_call_of_a_process_may_be_insidecapture(
     mode: str, name: str, tokens: int, rng: torch.Generator
 ) -> None:
     code = _FIRST_CALL.format(seed=rng.initial_seed() % 2**31, mode=mode, name=name, tokens=tokens)
@@ -342,9 +148,9 @@ def test_the_first_call_of_a_process_may_be_inside_capture(
 
 
 def test_a_graph_may_be_replayed_on_any_stream(rng: torch.Generator) -> None:
-    call = _with_outputs(make_call(CUDA, rng, FORMS["kimi k2.6"]))
+    call = make_call(CUDA, rng, FORMS["kimi k2.6"]).with_outputs()
     want = make_call(CUDA, rng).changed(**{**call.args, "topk_weights": None, "topk_ids": None}).run()
-    graph, _ = _capture(call.run)
+    graph, _ = capture(call.run)
     for stream in [torch.cuda.Stream() for _ in range(3)]:
         call["topk_weights"].fill_(-7)
         call["topk_ids"].fill_(-7)
@@ -359,7 +165,7 @@ def test_a_graph_may_be_replayed_on_any_stream(rng: torch.Generator) -> None:
 def _jobs(rng: torch.Generator) -> list[tuple[Call, tuple[torch.Tensor, torch.Tensor]]]:
     """Two different calls that may run at once, and what they return alone."""
     calls = [make_call(CUDA, rng, FORMS["kimi k2.6"]), make_call(CUDA, rng, FORMS["kimi k3"], tokens=20)]
-    return [(_with_outputs(call), call.run()) for call in calls]
+    return [(call.with_outputs(), call.run()) for call in calls]
 
 
 def _clear(call: Call) -> None:
@@ -377,7 +183,7 @@ def test_two_graphs_replayed_at_once_do_not_disturb_each_other(rng: torch.Genera
             for _ in range(20):
                 call.run()
 
-        graphs.append(_capture(many)[0])
+        graphs.append(capture(many)[0])
     for _ in range(25):
         for call, _ in jobs:
             _clear(call)
@@ -447,13 +253,13 @@ def test_calls_behind_each_other_share_a_workspace(rng: torch.Generator) -> None
             wants.append(layer.run())
             torch.cuda.synchronize()
         workspace = torch.empty(workspace_elements(tokens, 384), dtype=torch.int64, device=CUDA)
-        layers = [_with_outputs(layer.changed(workspace=workspace)) for layer in layers]
+        layers = [layer.changed(workspace=workspace).with_outputs() for layer in layers]
 
         def body(layers: list[Call] = layers) -> None:
             for layer in layers:
                 layer.run()
 
-        graph, _ = _capture(body)
+        graph, _ = capture(body)
         want = [torch.stack(each) for each in zip(*wants, strict=True)]
         for _ in range(20):
             for layer in layers:
@@ -465,7 +271,7 @@ def test_calls_behind_each_other_share_a_workspace(rng: torch.Generator) -> None
 
 def test_counters_come_round(rng: torch.Generator) -> None:
     """More eager calls, and more captured ones, than there are counters."""
-    call = _with_outputs(make_call(CUDA, rng, experts=64, hidden=64))
+    call = make_call(CUDA, rng, experts=64, hidden=64).with_outputs()
     want = make_call(CUDA, rng).changed(**{**call.args, "topk_weights": None, "topk_ids": None}).run()
     workspace = torch.empty(workspace_elements(3, 64), dtype=torch.int64, device=CUDA)
     call.args["workspace"] = workspace
@@ -479,9 +285,9 @@ def test_counters_come_round(rng: torch.Generator) -> None:
         for _ in range(4000):
             call.run()
 
-    graphs = [_capture(many)[0]]
+    graphs = [capture(many)[0]]
     for _ in range(50):
-        graphs[1:] = [_capture(many)[0]]
+        graphs[1:] = [capture(many)[0]]
     for graph in graphs:
         _clear(call)
         graph.replay()
@@ -508,13 +314,13 @@ def test_the_op_waits_for_a_producer_that_lets_it_start_early(captured: bool, rn
     late_copy = cuda_probe.load_late_copy()
     source = make_call(CUDA, rng, FORMS["kimi k2.6"], tokens=8)
     hidden = torch.zeros_like(source["hidden_states"])
-    call = _with_outputs(source.changed(hidden_states=hidden))
+    call = source.changed(hidden_states=hidden).with_outputs()
 
     def body() -> None:
         late_copy(source["hidden_states"], hidden)
         call.run()
 
-    graph = _capture(body)[0] if captured else None
+    graph = capture(body)[0] if captured else None
     for _ in range(30):
         source["hidden_states"].copy_(torch.randn(8, 7168, generator=rng))
         want = source.run()

@@ -10,7 +10,7 @@ import torch
 
 import vllm_hotpath
 from tests import cuda_probe
-from tests.helpers import BF16, FP16, POISON, assert_same_bits, every_pattern, random_patterns
+from tests.helpers import BF16, FP16, POISON, assert_same_bits, capture, every_pattern, random_patterns
 from tests.nvfp4_cases import LAYOUTS, Norm, check_quantize, placed, scale_of, values
 from vllm_hotpath import _core
 from vllm_hotpath.bench import peers
@@ -168,13 +168,6 @@ def test_large_matrices_agree_with_the_cpu(
     _assert_same(outputs[1], outputs[0], how)
 
 
-def _capture(body: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = body()
-    return graph, result
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_captured_calls_follow_their_inputs_and_write_all_padding(layout: str, rng: torch.Generator) -> None:
     x = torch.zeros(5, 464, dtype=BF16, device=CUDA)
@@ -187,7 +180,7 @@ def test_captured_calls_follow_their_inputs_and_write_all_padding(layout: str, r
             vllm_hotpath.silu_mul_nvfp4(gate_up, scale, layout=layout),
         ]
 
-    graph, got = _capture(body)
+    graph, got = capture(body)
     for _ in range(3):
         x.copy_(values((5, 464), BF16, rng))
         gate_up.copy_(values((5, 928), BF16, rng))
