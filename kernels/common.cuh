@@ -112,6 +112,12 @@ __device__ __forceinline__ uint32_t e4m3x4_from_floats(float a, float b, float c
 // The signs of four 16-bit floats in two words, each as the top bit of its byte.
 __device__ __forceinline__ uint32_t byte_signs(uint32_t w0, uint32_t w1) { return __byte_perm(w0, w1, 0x7531) & kByteSigns; }
 
+__device__ __forceinline__ float round_to_bf16(float v) {
+    uint16_t bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
 __device__ __forceinline__ float low_bf16(uint32_t w) { return __uint_as_float(w << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t w) { return __uint_as_float(w & 0xFFFF0000u); }
 

@@ -7,7 +7,7 @@
 // matter as long as weight and activation agree.
 #pragma once
 
-#include "common.cuh"
+#include "cluster.cuh"
 
 namespace hotpath {
 
@@ -184,12 +184,41 @@ __device__ __forceinline__ void gate_slice(const GateOperands& p, uint32_t first
     }
 }
 
-// Stores the warp's sums to its tile of `warps`, in shared memory: [token][kGatePitch], of which kGateRows are used. Ends
-// without a barrier.
+// ---- Sums over the warps of a block and the blocks of a cluster -------------------------------------------------------
+// Tiles in shared memory are [token][kGatePitch], of which kGateRows are used. Value v of a tile is expert v % kGateRows of token
+// v / kGateRows.
+
 template <int kTiles>
-__device__ __forceinline__ void store_warp_sums(const GateSums<kTiles>& sums, float* warps) {
+constexpr int kGateValues = kTiles * kGateTokens * kGateRows;
+template <int kTiles>
+constexpr int kTileFloats = kTiles * kGateTokens * kGatePitch;
+
+template <int kTiles>
+using WarpSums = float[kGateWarps][kTileFloats<kTiles>];
+
+// Of the first block: the sums of every block of the cluster.
+template <int kTiles>
+struct BlockSums {
+    float tiles[kMaxClusterBlocks][kTileFloats<kTiles>];
+    uint64_t arrived;
+};
+
+__device__ __forceinline__ uint32_t place_in_tile(uint32_t value) { return value / kGateRows * kGatePitch + value % kGateRows; }
+
+// By every thread of every block of the cluster, first of all.
+template <int kTiles>
+__device__ __forceinline__ void expect_block_sums(BlockSums<kTiles>& sums, uint32_t blocks) {
+    if (threadIdx.x == 0) init_barrier(&sums.arrived);
+    __syncwarp();
+    if (threadIdx.x == 0) expect_bytes(&sums.arrived, blocks * kGateValues<kTiles> * sizeof(float));
+    // Says that this block runs and its barrier is there, so that its shared memory may be written.
+    cluster_arrive();
+}
+
+template <int kTiles>
+__device__ __forceinline__ void store_warp_sums(const GateSums<kTiles>& sums, WarpSums<kTiles>& warps) {
     const uint32_t lane = threadIdx.x % 32, row = lane / 4, token = lane % 4 * 2;
-    float* mine = warps + threadIdx.x / 32 * (kTiles * kGateTokens * kGatePitch);
+    float* mine = warps[threadIdx.x / 32];
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
         float* at = mine + (t * kGateTokens + token) * kGatePitch + row;
@@ -197,6 +226,49 @@ __device__ __forceinline__ void store_warp_sums(const GateSums<kTiles>& sums, fl
         at[kGatePitch] = sums[t][1];
         at[8] = sums[t][2];
         at[kGatePitch + 8] = sums[t][3];
+    }
+}
+
+// Adds the sums of the block's warps and sends them to the first block of the cluster.
+template <int kTiles>
+__device__ __forceinline__ void send_block_sums(const GateSums<kTiles>& sums, WarpSums<kTiles>& warps, BlockSums<kTiles>& blocks,
+                                                uint32_t rank) {
+    constexpr int kValues = kGateValues<kTiles>;
+    store_warp_sums<kTiles>(sums, warps);
+    __syncthreads();
+    cluster_wait();
+    const uint32_t barrier = address_in_block(&blocks.arrived, 0);
+#pragma unroll
+    for (int first = 0; first < kValues; first += kGateThreads) {
+        const uint32_t value = first + threadIdx.x, at = place_in_tile(value);
+        if (kValues >= kGateThreads || value < kValues) {
+            float sum = warps[0][at];
+#pragma unroll
+            for (int w = 1; w < kGateWarps; ++w) sum += warps[w][at];
+            store_async(address_in_block(&blocks.tiles[rank][at], 0), sum, barrier);
+        }
+    }
+}
+
+// In the first block, after wait_for_bytes(): a value's sum over the cluster, always in the same order.
+template <int kTiles>
+__device__ __forceinline__ float sum_of_blocks(const BlockSums<kTiles>& sums, uint32_t value, uint32_t blocks) {
+    const uint32_t at = place_in_tile(value);
+    float parts[kMaxClusterBlocks];
+#pragma unroll
+    for (int b = 0; b < kMaxClusterBlocks; ++b) parts[b] = b < static_cast<int>(blocks) ? sums.tiles[b][at] : 0.0f;
+    float sum = parts[0];
+#pragma unroll
+    for (int b = 1; b < kMaxClusterBlocks; ++b) sum += parts[b];
+    return sum;
+}
+
+// `index` in elements; a bf16 logit is rounded already.
+__device__ __forceinline__ void store_logit(uint8_t* logits, int64_t index, float logit, uint32_t bf16) {
+    if (bf16) {
+        reinterpret_cast<uint16_t*>(logits)[index] = static_cast<uint16_t>(__float_as_uint(logit) >> 16);
+    } else {
+        reinterpret_cast<float*>(logits)[index] = logit;
     }
 }
 

@@ -3,7 +3,6 @@
 //
 // Clusters of blocks compute the logits of 16 experts each (gate_gemm.cuh). The first block of a cluster turns them into scores
 // and writes those to scratch memory; the one that finishes last selects for all tokens, a warp a token.
-#include "cluster.cuh"
 #include "gate_gemm.cuh"
 
 namespace hotpath {
@@ -40,29 +39,7 @@ static_assert(sizeof(RouterParams) == 144, "the host's twin has this size");
 constexpr uint32_t kTickets = 1u << 18;
 __device__ uint32_t moe_router_tickets[kTickets];
 
-// ---- Exchange in a cluster -------------------------------------------------------------------------------------------
-// Blocks send their sums to the first one, whose barrier counts the bytes: no fence, unlike a cluster barrier.
-
-__device__ __forceinline__ void send(uint32_t to, float value, uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(value)), "r"(barrier)
-                 : "memory");
-}
-
-__device__ __forceinline__ void wait_for_bytes(uint64_t* barrier) {
-    asm volatile(
-        "{\n\t.reg .pred done;\n"
-        "WAIT_%=:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t@!done bra WAIT_%=;\n\t}" ::"r"(
-            shared_address(barrier))
-        : "memory");
-}
-
 // ---- Scores and their order ----------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float round_to_bf16(float v) {
-    uint16_t bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
-    return __uint_as_float(static_cast<uint32_t>(bits) << 16);
-}
 
 // As vLLM computes it, to the bit.
 __device__ __forceinline__ float sigmoid(float x) { return fmaf(0.5f, tanhf(0.5f * x), 0.5f); }
@@ -411,16 +388,12 @@ __device__ __forceinline__ void select_tokens(const RouterParams& p, uint32_t fi
 // ---- The kernel ------------------------------------------------------------------------------------------------------
 
 template <int kTiles>
-constexpr int kTileFloats = kTiles * kGateTokens * kGatePitch;
-
-template <int kTiles>
 struct RouterMemory {
     union {
-        float warps[kGateWarps][kTileFloats<kTiles>];
+        WarpSums<kTiles> warps;
         SelectionMemory selection[kGateWarps];
     };
-    float blocks[kMaxClusterBlocks][kTileFloats<kTiles>];  // of the first block only
-    uint64_t arrived;
+    BlockSums<kTiles> blocks;
     uint32_t last;
 };
 
@@ -429,13 +402,9 @@ __device__ __forceinline__ void route(const RouterParams& p) {
     __shared__ RouterMemory<kTiles> memory;
     const uint32_t blocks = 1u << p.cluster_log2, cluster = blockIdx.x >> p.cluster_log2, rank = blockIdx.x & (blocks - 1);
     const uint32_t first_expert = cluster * kGateRows, warp = threadIdx.x / 32;
-    constexpr int kValues = kTiles * kGateTokens * kGateRows;
+    constexpr int kValues = kGateValues<kTiles>;
     constexpr bool kShare = kTiles > 1;
-    if (threadIdx.x == 0) init_barrier(&memory.arrived);
-    __syncwarp();
-    if (threadIdx.x == 0) expect_bytes(&memory.arrived, blocks * kValues * sizeof(float));
-    // Says that this block runs and its barrier is there, so that its shared memory may be written.
-    cluster_arrive();
+    expect_block_sums<kTiles>(memory.blocks, blocks);
     // A bias is a weight: no kernel before writes it.
     const uint32_t row = threadIdx.x % kGateRows;
     const float bias = __uint_as_float(load_u32_if(p.bias && first_expert + row < p.gate.experts, p.bias + first_expert + row));
@@ -443,48 +412,21 @@ __device__ __forceinline__ void route(const RouterParams& p) {
     GateSums<kTiles> sums;
     gate_slice<Weight, kTiles, kAligned, kBatch>(p.gate, first_expert, rank * kGateWarps + warp, p.cluster_log2 + kGateWarpsLog2, sums);
     launch_dependent_grids();
-    store_warp_sums<kTiles>(sums, &memory.warps[0][0]);
-    __syncthreads();
-    cluster_wait();
-    const uint32_t barrier = address_in_block(&memory.arrived, 0);
-#pragma unroll
-    for (int first = 0; first < kValues; first += kGateThreads) {
-        const uint32_t value = first + threadIdx.x;
-        const uint32_t at = value / kGateRows * kGatePitch + row;
-        if (kValues >= kGateThreads || value < kValues) {
-            float sum = memory.warps[0][at];
-#pragma unroll
-            for (int w = 1; w < kGateWarps; ++w) sum += memory.warps[w][at];
-            send(address_in_block(&memory.blocks[rank][at], 0), sum, barrier);
-        }
-    }
+    send_block_sums<kTiles>(sums, memory.warps, memory.blocks, rank);
     // With many tokens the other blocks of the last cluster select, too.
     if (!kShare && rank != 0) return;
 
     if (rank == 0) {
-        wait_for_bytes(&memory.arrived);
+        wait_for_bytes(&memory.blocks.arrived);
 #pragma unroll
         for (int first = 0; first < kValues; first += kGateThreads) {
             const uint32_t value = first + threadIdx.x;
             const uint32_t token = value / kGateRows, expert = first_expert + row;
-            const uint32_t at = token * kGatePitch + row;
             uint32_t key = kNever;
             if (token < p.gate.tokens && expert < p.gate.experts) {
-                float parts[kMaxClusterBlocks];
-#pragma unroll
-                for (int b = 0; b < kMaxClusterBlocks; ++b) parts[b] = b < static_cast<int>(blocks) ? memory.blocks[b][at] : 0.0f;
-                float logit = parts[0];
-#pragma unroll
-                for (int b = 1; b < kMaxClusterBlocks; ++b) logit += parts[b];
+                float logit = sum_of_blocks<kTiles>(memory.blocks, value, blocks);
                 if (p.logits_bf16) logit = round_to_bf16(logit);
-                if (p.logits) {
-                    const int64_t to = token * p.logits_row + expert;
-                    if (p.logits_bf16) {
-                        reinterpret_cast<uint16_t*>(p.logits)[to] = static_cast<uint16_t>(__float_as_uint(logit) >> 16);
-                    } else {
-                        reinterpret_cast<float*>(p.logits)[to] = logit;
-                    }
-                }
+                if (p.logits) store_logit(p.logits, token * p.logits_row + expert, logit, p.logits_bf16);
                 const uint2 entry = scored(p, logit, bias);
                 store_8(p.scratch + static_cast<uint64_t>(token) * p.gate.experts + expert, entry);
                 key = entry.y;

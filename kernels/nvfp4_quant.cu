@@ -10,15 +10,6 @@ namespace {
 
 constexpr int kThreads = 128;  // of a block of the kernels that do not reduce
 
-// Codes and scales of one quantisation. Host twin: src/ops/nvfp4_quant/cuda.rs, OutputParams.
-struct OutputParams {
-    uint8_t* packed;
-    uint8_t* scales;
-    const float* global_scale;
-    uint32_t layout;      // ScaleLayout
-    uint32_t scale_cols;  // of a row, padding included
-};
-
 // Host twin: src/ops/nvfp4_quant/cuda.rs, QuantParams. Strides in bytes.
 struct QuantParams {
     OutputParams out;
@@ -182,27 +173,6 @@ __device__ __forceinline__ Sixteen normalize(const Sixteen& x, const Sixteen& we
         out.w[i] = Pair::round(__fmul_rn(__fmul_rn(v.x, factor), w.x), __fmul_rn(__fmul_rn(v.y, factor), w.y));
     }
     return out;
-}
-
-template <class Pair>
-__device__ __forceinline__ void store_quantized(const OutputParams& out, const Sixteen& x, uint64_t row, uint32_t col, uint32_t cols,
-                                                float global_scale, float rcp_global_scale) {
-    uint32_t scale;
-    const uint2 codes = quantize_block<Pair>(x, global_scale, rcp_global_scale, scale);
-    store_8(out.packed + (row * cols + col) * 8, codes);
-    store_byte(out.scales + scale_offset(out.layout, row, col, out.scale_cols), scale);
-}
-
-__device__ __forceinline__ void zero_padding_columns(const OutputParams& out, uint64_t row, uint32_t cols) {
-    const uint32_t col = cols + threadIdx.x;
-    if (col < out.scale_cols) store_byte(out.scales + scale_offset(out.layout, row, col, out.scale_cols), 0);
-}
-
-// Pieces of the padding rows of a layout: 16 bytes of 128x4, 4 of 8x4.
-__device__ __forceinline__ void zero_padding(const OutputParams& out, uint64_t rows, uint64_t block) {
-    const uint64_t piece = block * blockDim.x + threadIdx.x;
-    const uint64_t pieces = static_cast<uint64_t>(out.scale_cols >> 2) * (out.layout == kSwizzled128x4 ? 32 : 8);
-    if (piece < pieces) zero_padding_rows(out.scales, out.layout, rows, out.scale_cols, static_cast<uint32_t>(piece));
 }
 
 // One row a thread block of kParts * kLanes / 2 threads at most. With kHeld > 0 a thread holds its kHeld blocks of 16 in

@@ -4,6 +4,7 @@ mod cuda;
 mod dlpack;
 mod error;
 mod fp8;
+mod gate;
 mod mufu;
 mod nvfp4;
 mod ops;
@@ -144,6 +145,8 @@ mod _core {
     use crate::ops::kda_decode::kda_decode;
     #[pymodule_export]
     use crate::ops::mla_kv_pack::{mla_kv_concat, mla_kv_concat_quant_fp8};
+    #[pymodule_export]
+    use crate::ops::moe_fp4_preamble::moe_fp4_preamble;
     #[pymodule_export]
     use crate::ops::moe_router::moe_router;
     #[pymodule_export]

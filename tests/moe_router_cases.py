@@ -129,8 +129,8 @@ def matrix(layout: str, values: torch.Tensor, dtype: torch.dtype, device: torch.
     stride, offset = _LAYOUTS[layout](columns)
     length = offset + max(rows - 1, 0) * stride + columns + 8
     storage = torch.full((length,), NAN, dtype=dtype)
-    if stride < columns:
-        storage = values.flatten()[torch.arange(length) % max(values.numel(), 1)].to(dtype)
+    if rows and stride < columns:
+        storage = values.flatten()[torch.arange(length) % values.numel()].to(dtype)
         return storage.to(device).as_strided((rows, columns), (stride, 1), offset)
     view = storage.as_strided((rows, columns), (stride, 1), offset)
     view.copy_(values)

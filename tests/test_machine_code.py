@@ -120,7 +120,7 @@ def test_fast_pack_kernels_load_and_store_16_bytes_or_more(kernels: tuple[Kernel
         )
 
 
-@pytest.mark.parametrize("kernels", ["nvfp4_quant"], indirect=True)
+@pytest.mark.parametrize("kernels", ["nvfp4_quant", "moe_fp4_preamble"], indirect=True)
 def test_e2m1_is_converted_by_the_instruction_where_there_is_one(kernels: tuple[Kernel, ...]) -> None:
     for kernel in kernels:
         native = re.search(r"\bF2FP\.\S*E2M1", kernel.sass)

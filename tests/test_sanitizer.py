@@ -24,7 +24,8 @@ _CLEAN = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", list(_CLEAN))
 @pytest.mark.parametrize(
-    "stem", ["mla_kv_pack", "kda_decode", "kda_decode_spec", "nvfp4_quant", "moe_router"]
+    "stem",
+    ["mla_kv_pack", "kda_decode", "kda_decode_spec", "nvfp4_quant", "moe_router", "moe_fp4_preamble"],
 )
 def test_kernels_are_clean(stem: str, tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")

@@ -19,6 +19,7 @@ __all__ = [
     "kda_decode",
     "mla_kv_concat",
     "mla_kv_concat_quant_fp8",
+    "moe_fp4_preamble",
     "moe_router",
     "needs_dispatcher",
     "nvfp4_quantize",
@@ -145,6 +146,18 @@ def kda_decode(
     allocate: Callable[[str, Sequence[int], str], Any],
     /,
 ) -> Any: ...
+def moe_fp4_preamble(
+    hidden_states: object,
+    global_scale: object,
+    gate_weight: object | None,
+    logits_dtype: str | None,
+    layout: str,
+    out: object | None,
+    out_scale: object | None,
+    out_logits: object | None,
+    allocate: Callable[[str, Sequence[int], str], Any],
+    /,
+) -> tuple[Any, Any, Any | None]: ...
 def moe_router(
     hidden_states: object,
     gate_weight: object,

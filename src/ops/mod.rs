@@ -3,6 +3,7 @@
 pub mod bench_stream;
 pub mod kda_decode;
 pub mod mla_kv_pack;
+pub mod moe_fp4_preamble;
 pub mod moe_router;
 pub mod nvfp4_quant;
 
@@ -28,6 +29,7 @@ pub static OPS: &[Op] = &[
     mla_kv_pack::PACK,
     kda_decode::DECODE,
     kda_decode::SPEC,
+    moe_fp4_preamble::PREAMBLE,
     moe_router::ROUTER,
     nvfp4_quant::QUANTIZE,
     nvfp4_quant::SILU_MUL,

@@ -53,7 +53,7 @@ def nvfp4_quantize(
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
     if through_dispatcher(x, global_scale, out, out_scale):
-        out, out_scale = _outputs(x, x.shape[-1], layout, out, out_scale)
+        out, out_scale = make_outputs(x, x.shape[-1], layout, out, out_scale)
         torch.ops.vllm_hotpath.nvfp4_quantize(x, global_scale, layout, out, out_scale)
         return out, out_scale
     return _core.nvfp4_quantize(x, global_scale, layout, out, out_scale, allocate)
@@ -92,7 +92,7 @@ def silu_mul_nvfp4(
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
     if through_dispatcher(gate_up, global_scale, mask_m, out, out_scale):
-        out, out_scale = _outputs(gate_up, gate_up.shape[-1] // 2, layout, out, out_scale)
+        out, out_scale = make_outputs(gate_up, gate_up.shape[-1] // 2, layout, out, out_scale)
         torch.ops.vllm_hotpath.silu_mul_nvfp4(gate_up, global_scale, layout, mask_m, out, out_scale)
         return out, out_scale
     return _core.silu_mul_nvfp4(gate_up, global_scale, layout, mask_m, out, out_scale, allocate)
@@ -145,9 +145,9 @@ def add_rms_norm_nvfp4(
     """
     tensors = (x, residual, weight, global_scale, out_norm, second_scale)
     if through_dispatcher(*tensors, out, out_scale, second_out, second_out_scale):
-        out, out_scale = _outputs(x, x.shape[-1], layout, out, out_scale)
+        out, out_scale = make_outputs(x, x.shape[-1], layout, out, out_scale)
         if second_scale is not None:
-            second_out, second_out_scale = _outputs(
+            second_out, second_out_scale = make_outputs(
                 x, x.shape[-1], second_layout, second_out, second_out_scale
             )
         torch.ops.vllm_hotpath.add_rms_norm_nvfp4(
@@ -189,7 +189,7 @@ def add_rms_norm_nvfp4(
 # ---- The torch ops, for torch.compile and for tensors that handle dispatch themselves ----
 
 
-def _outputs(
+def make_outputs(
     x: torch.Tensor,
     width: int,
     layout: ScaleLayout,

@@ -1,78 +1,16 @@
-//! The CPU implementation: logits split over threads, then the selection, a token after the other.
+//! The CPU implementation: the logits, then the selection, a token after the other.
 
 use std::cmp::Reverse;
-use std::slice;
-
-use half::bf16;
 
 use super::{Plan, Scoring, Selection};
-use crate::parallel::for_ranges;
-use crate::tensor::{DType, Tensor};
-
-/// A row of a matrix as bytes: elements may lie at any address.
-///
-/// # Safety
-/// The row exists.
-unsafe fn row(tensor: &Tensor, at: i64) -> &[u8] {
-    let bytes = tensor.shape()[1] as usize * tensor.dtype.size();
-    // SAFETY: the caller's promise; the last stride is 1.
-    unsafe { slice::from_raw_parts(tensor.data.offset((at * tensor.byte_stride(0)) as isize), bytes) }
-}
-
-fn bf16_at(bytes: [u8; 2]) -> f32 {
-    bf16::from_le_bytes(bytes).to_f32()
-}
-
-const LANES: usize = 8;
-
-/// fp32 sum of the products in `LANES` partial sums.
-fn dot(x: &[[u8; 2]], weight: impl Fn(usize) -> f32) -> f32 {
-    let mut sums = [0.0_f32; LANES];
-    for (chunk, values) in x.as_chunks::<LANES>().0.iter().enumerate() {
-        for (lane, (sum, value)) in sums.iter_mut().zip(values).enumerate() {
-            *sum += bf16_at(*value) * weight(chunk * LANES + lane);
-        }
-    }
-    sums.iter().sum()
-}
-
-fn logit(plan: &Plan<'_>, token: i64, expert: i64) -> f32 {
-    // SAFETY: token and expert are within the checked shapes.
-    let (x, weight) = unsafe { (row(plan.hidden, token), row(plan.weight, expert)) };
-    let x = x.as_chunks::<2>().0;
-    let sum = if plan.weight.dtype == DType::BF16 {
-        let weight = weight.as_chunks::<2>().0;
-        dot(x, |i| bf16_at(weight[i]))
-    } else {
-        let weight = weight.as_chunks::<4>().0;
-        dot(x, |i| f32::from_le_bytes(weight[i]))
-    };
-    if plan.logits_dtype == DType::BF16 { round_to_bf16(sum) } else { sum }
-}
-
-fn round_to_bf16(value: f32) -> f32 {
-    bf16::from_f32(value).to_f32()
-}
+use crate::gate::{round_to_bf16, store_row};
+use crate::tensor::DType;
 
 pub fn run(plan: &Plan<'_>) {
-    let (tokens, experts) = (plan.tokens(), plan.experts());
-    let mut logits = vec![0.0_f32; (tokens * experts) as usize];
-    let out = Shared(logits.as_mut_ptr());
-    for_ranges(logits.len() as u64, plan.hidden_size() as u64, |range| {
-        let out = &out;
-        for at in range {
-            let (token, expert) = (at as i64 / experts, at as i64 % experts);
-            // SAFETY: each element is written by one thread, and read only after all have ended.
-            unsafe { out.0.add(at as usize).write(logit(plan, token, expert)) };
-        }
-    });
-    for (token, logits) in logits.chunks_exact(experts as usize).enumerate() {
+    let logits = plan.gate.logits(plan.logits_dtype);
+    for (token, logits) in logits.chunks_exact(plan.gate.experts() as usize).enumerate() {
         if let Some(out) = plan.logits {
-            for (expert, logit) in logits.iter().enumerate() {
-                let at = token as i64 * out.stride(0) + expert as i64;
-                // SAFETY: checked shape, dtype and stride.
-                unsafe { store_logit(out, at, *logit) };
-            }
+            store_row(out, token, logits);
         }
         let selected = select(plan, logits);
         for (place, (expert, weight)) in selected.into_iter().enumerate() {
@@ -82,24 +20,6 @@ pub fn run(plan: &Plan<'_>) {
                 plan.topk_ids.data.cast::<[u8; 4]>().add(at).write((expert as i32).to_le_bytes());
                 plan.topk_weights.data.cast::<[u8; 4]>().add(at).write(weight.to_le_bytes());
             }
-        }
-    }
-}
-
-struct Shared(*mut f32);
-
-// SAFETY: threads write different elements.
-unsafe impl Sync for Shared {}
-
-/// # Safety
-/// Element `at` of `out` exists.
-unsafe fn store_logit(out: &Tensor, at: i64, logit: f32) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if out.dtype == DType::BF16 {
-            out.data.cast::<[u8; 2]>().offset(at as isize).write(bf16::from_f32(logit).to_le_bytes());
-        } else {
-            out.data.cast::<[u8; 4]>().offset(at as isize).write(logit.to_le_bytes());
         }
     }
 }

@@ -7,11 +7,10 @@ use super::{Plan, ROUTER, Scoring, Selection};
 use crate::cuda::launch::{Launch, Params, Stream, launch};
 use crate::cuda::module::Kernel;
 use crate::error::Result;
+use crate::gate::{GateOperands, THREADS};
 use crate::tensor::DType;
 
-/// Of the kernels: `kGateRows`, `kGateThreads`, `kTickets`.
-const CLUSTER_EXPERTS: u32 = 16;
-const THREADS: u32 = 256;
+/// Of the kernels: `kTickets`.
 const TICKETS: u32 = 1 << 18;
 /// Tickets of calls that are not captured. More of them than launches wait in all queues of a device.
 const EAGER_TICKETS: u32 = 1 << 16;
@@ -31,19 +30,6 @@ kernels! {
     FP32_8 = c"moe_router_fp32_8";
     FP32_32 = c"moe_router_fp32_32";
     FP32_ANY = c"moe_router_fp32_any";
-}
-
-/// Twin of `GateOperands` in `kernels/gate_gemm.cuh`. Strides in bytes.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct GateOperands {
-    x: *const u8,
-    weight: *const u8,
-    x_row: i64,
-    weight_row: i64,
-    tokens: u32,
-    experts: u32,
-    k: u32,
 }
 
 /// Twin of `RouterParams` in the kernels' file.
@@ -89,34 +75,12 @@ fn ticket(captured: bool) -> u32 {
     }
 }
 
-/// Clusters that the experts take.
-pub fn clusters(experts: i64) -> i64 {
-    experts.cast_unsigned().div_ceil(u64::from(CLUSTER_EXPERTS)).cast_signed()
-}
-
-/// Blocks that share the K of a cluster's experts, a power of two: enough of them to fill the GPU about once.
-fn cluster(experts: u32) -> u32 {
-    match experts {
-        ..=512 => 8,
-        _ => 4,
-    }
-}
-
 pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
-    let (tokens, experts) = (plan.tokens() as u32, plan.experts() as u32);
+    let gate = &plan.gate;
     let pointer = |tensor: Option<&crate::tensor::Tensor>| tensor.map_or(ptr::null_mut(), |t| t.data);
     let choice = plan.choice;
-    let cluster = cluster(experts);
     let params = RouterParams {
-        gate: GateOperands {
-            x: plan.hidden.data,
-            weight: plan.weight.data,
-            x_row: plan.hidden.byte_stride(0),
-            weight_row: plan.weight.byte_stride(0),
-            tokens,
-            experts,
-            k: plan.hidden_size() as u32,
-        },
+        gate: gate.operands(),
         bias: pointer(plan.bias),
         logits: pointer(plan.logits),
         scratch: pointer(plan.workspace),
@@ -124,11 +88,11 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         ids: plan.topk_ids.data,
         logits_row: plan.logits.map_or(0, |logits| logits.stride(0)),
         scaling: choice.scaling,
-        cluster_log2: cluster.ilog2(),
+        cluster_log2: gate.cluster_blocks().ilog2(),
         ticket: ticket(stream.is_capturing()),
         top_k: choice.top_k as u32,
         groups: choice.groups as u32,
-        group_experts: experts / choice.groups as u32,
+        group_experts: (gate.experts() / choice.groups) as u32,
         top_groups: choice.top_groups as u32,
         scoring: (choice.scoring == Scoring::Softmax).into(),
         selection: match choice.selection {
@@ -139,10 +103,7 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         renormalize: choice.renormalize.into(),
         logits_bf16: (plan.logits_dtype == DType::BF16).into(),
     };
-    let aligned = [plan.hidden, plan.weight]
-        .iter()
-        .all(|t| t.data.addr().is_multiple_of(16) && t.byte_stride(0) % 16 == 0);
-    let kernel = match (plan.weight.dtype == DType::BF16, aligned, tokens) {
+    let kernel = match (gate.weight.dtype == DType::BF16, gate.is_aligned(), gate.tokens()) {
         (true, false, _) => &BF16_ANY,
         (true, true, ..=8) => &BF16_8,
         (true, true, ..=16) => &BF16_16,
@@ -151,15 +112,13 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         (false, true, ..=8) => &FP32_8,
         (false, true, _) => &FP32_32,
     };
-    let grid = u64::from(experts.div_ceil(CLUSTER_EXPERTS) * cluster);
-    launch(
-        ROUTER.name,
-        kernel,
-        index,
-        stream,
-        Launch { grid, block: THREADS, shared_bytes: 0, cluster },
-        &params,
-    )
+    let shape = Launch {
+        grid: u64::from(gate.blocks()),
+        block: THREADS,
+        shared_bytes: 0,
+        cluster: gate.cluster_blocks(),
+    };
+    launch(ROUTER.name, kernel, index, stream, shape, &params)
 }
 
 #[cfg(test)]

@@ -5,24 +5,23 @@
 mod cpu;
 mod cuda;
 
+use std::ops::RangeInclusive;
+
 use pyo3::prelude::*;
 
 use super::{Op, carry_out, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
+use crate::gate::{self, Gate};
 use crate::tensor::{DType, Device, Tensor};
 
 pub const ROUTER: Op = Op { name: "moe_router", stem: "moe_router", kernels: cuda::KERNELS };
 
-const MAX_TOKENS: i64 = 32;
-const MIN_EXPERTS: i64 = 8;
-const MAX_EXPERTS: i64 = 1024;
+const EXPERTS: RangeInclusive<i64> = 8..=1024;
 const MAX_TOP_K: i64 = 32;
 const MAX_GROUPS: i64 = 32;
 /// K is a multiple of this.
 const HIDDEN_UNIT: i64 = 8;
-/// Far above any model's; the kernels count steps and bytes of a row in 32 bits.
-const MAX_HIDDEN: i64 = 1 << 30;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Scoring {
@@ -55,8 +54,7 @@ struct Choice {
 
 /// Checked arguments.
 struct Plan<'a> {
-    hidden: &'a Tensor,
-    weight: &'a Tensor,
+    gate: Gate<'a>,
     bias: Option<&'a Tensor>,
     /// bf16 or fp32.
     logits_dtype: DType,
@@ -66,23 +64,6 @@ struct Plan<'a> {
     topk_ids: &'a Tensor,
     /// On CUDA: 8 bytes an expert and 8 bytes a cluster of experts, for each token.
     workspace: Option<&'a Tensor>,
-}
-
-// SAFETY: the pointers are those of tensors that the caller keeps alive for the call.
-unsafe impl Sync for Plan<'_> {}
-
-impl Plan<'_> {
-    fn tokens(&self) -> i64 {
-        self.hidden.shape()[0]
-    }
-
-    fn experts(&self) -> i64 {
-        self.weight.shape()[0]
-    }
-
-    fn hidden_size(&self) -> i64 {
-        self.hidden.shape()[1]
-    }
 }
 
 /// The kernel that vLLM takes for these sizes. With softmax it computes the scores beforehand.
@@ -151,34 +132,6 @@ impl Options<'_> {
     }
 }
 
-/// Reads and checks the activations and the gate's weight.
-fn check_gate(hidden: &Tensor, weight: &Tensor) -> Result<()> {
-    hidden.expect_dtype(&[DType::BF16])?;
-    hidden.expect_rank(&["tokens", "hidden"])?;
-    let [tokens, size] = *hidden.shape() else { unreachable!("rank 2") };
-    if tokens > MAX_TOKENS {
-        return Err(hidden.value_error(format!("at most {MAX_TOKENS} tokens")));
-    }
-    if !(HIDDEN_UNIT..=MAX_HIDDEN).contains(&size) || size % HIDDEN_UNIT != 0 {
-        let expected =
-            format!("a hidden size that is a multiple of {HIDDEN_UNIT}, from that to {MAX_HIDDEN}");
-        return Err(hidden.value_error(expected));
-    }
-    hidden.expect_last_stride_1()?;
-    hidden.expect_aligned(hidden.dtype.size())?;
-    if matches!(hidden.device, Device::Other(_)) {
-        return Err(hidden.value_error("a tensor on a CPU or CUDA device"));
-    }
-    weight.expect_dtype(&[DType::BF16, DType::F32])?;
-    weight.expect_rank(&["experts", "hidden"])?;
-    let experts = weight.shape()[0];
-    if weight.shape()[1] != size || !(MIN_EXPERTS..=MAX_EXPERTS).contains(&experts) {
-        return Err(weight.value_error(format!("shape [{MIN_EXPERTS} to {MAX_EXPERTS} experts, {size}]")));
-    }
-    weight.expect_last_stride_1()?;
-    weight.expect_aligned(weight.dtype.size())
-}
-
 #[pyfunction]
 #[pyo3(signature = (hidden_states, gate_weight, top_k, bias, n_group, topk_group, scoring, renormalize,
     routed_scaling_factor, logits_dtype, out_logits, topk_weights, topk_ids, workspace, allocate, /))]
@@ -205,8 +158,8 @@ pub fn moe_router<'py>(
     let (mut hidden, mut weight) = (Tensor::unset(op, "hidden_states"), Tensor::unset(op, "gate_weight"));
     arguments.read(hidden_states, &mut hidden)?;
     arguments.read(gate_weight, &mut weight)?;
-    check_gate(&hidden, &weight)?;
-    let (tokens, experts) = (hidden.shape()[0], weight.shape()[0]);
+    let gate = Gate::check(&hidden, &weight, HIDDEN_UNIT, &[DType::BF16, DType::F32], &EXPERTS)?;
+    let (tokens, experts) = (gate.tokens(), gate.experts());
     let options = Options { top_k, n_group, topk_group, scoring, renormalize, routed_scaling_factor };
     let choice = options.check(experts)?;
     let logits_dtype = match logits_dtype {
@@ -227,12 +180,7 @@ pub fn moe_router<'py>(
     let mut logits = Tensor::unset(op, "out_logits");
     if let Some(out) = out_logits {
         arguments.read(out, &mut logits)?;
-        logits.expect_dtype(&[logits_dtype])?;
-        logits.expect_shape(&[tokens, experts], "tokens and experts")?;
-        logits.expect_last_stride_1()?;
-        if tokens > 1 && logits.stride(0).abs() < experts {
-            return Err(logits.value_error("rows apart from each other"));
-        }
+        gate::check_logits(&logits, logits_dtype, tokens, experts)?;
     }
 
     let weights_object = output(topk_weights, allocate, hidden.device, &[tokens, top_k], DType::F32)?;
@@ -248,7 +196,7 @@ pub fn moe_router<'py>(
     let mut scratch = Tensor::unset(op, "workspace");
     let on_gpu = matches!(hidden.device, Device::Cuda(_));
     if workspace.is_some() || (on_gpu && tokens > 0) {
-        let elements = tokens * (experts + cuda::clusters(experts));
+        let elements = tokens * (experts + gate::clusters(experts));
         let object = output(workspace, allocate, hidden.device, &[elements], DType::I64)?;
         arguments.read(&object, &mut scratch)?;
         scratch.expect_dtype(&[DType::I64])?;
@@ -277,8 +225,7 @@ pub fn moe_router<'py>(
 
     if tokens > 0 {
         let plan = Plan {
-            hidden: &hidden,
-            weight: &weight,
+            gate,
             bias: correction,
             logits_dtype,
             logits,

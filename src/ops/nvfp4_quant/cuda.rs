@@ -59,15 +59,15 @@ pub const ADD_RMS_NORM_KERNELS: &[&Kernel] = &[
     &NORM_FP16_MANY_GENERIC,
 ];
 
-/// Twin of `OutputParams` in the kernels' file.
+/// Twin of `OutputParams` in `kernels/nvfp4.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct OutputParams {
+pub struct OutputParams {
     packed: *mut u8,
     scales: *mut u8,
     global_scale: *const u8,
     layout: u32,
-    scale_cols: u32,
+    pub scale_cols: u32,
 }
 
 /// Twin of `QuantParams`. Strides in bytes.
@@ -120,7 +120,7 @@ unsafe impl Params for NormParams {}
 // Also asserted beside the twins.
 const _: () = assert!(size_of::<QuantParams>() == 144 && size_of::<NormParams>() == 144);
 
-fn output_params(to: &Quantized<'_>, cols: i64) -> OutputParams {
+pub fn output_params(to: &Quantized<'_>, cols: i64) -> OutputParams {
     OutputParams {
         packed: to.packed.data,
         scales: to.scales.data,
@@ -135,7 +135,7 @@ fn output_params(to: &Quantized<'_>, cols: i64) -> OutputParams {
 }
 
 /// Pieces that the padding rows of a layout are zeroed in: 16 bytes of 128x4, 4 of 8x4.
-fn padding_pieces(layout: Layout, rows: i64, cols: i64) -> u64 {
+pub fn padding_pieces(layout: Layout, rows: i64, cols: i64) -> u64 {
     let (padded_rows, padded_cols) = layout.padded(rows, cols);
     match layout {
         _ if padded_rows == rows => 0,

@@ -15,6 +15,8 @@ use crate::error::{Error, Result};
 use crate::nvfp4::{BLOCK, Layout};
 use crate::tensor::{DType, Device, Tensor};
 
+pub(super) use cuda::{OutputParams, output_params, padding_pieces};
+
 const STEM: &str = "nvfp4_quant";
 pub const QUANTIZE: Op = Op { name: "nvfp4_quantize", stem: STEM, kernels: cuda::QUANTIZE_KERNELS };
 pub const SILU_MUL: Op = Op { name: "silu_mul_nvfp4", stem: STEM, kernels: cuda::SILU_MUL_KERNELS };
@@ -29,15 +31,16 @@ const MAX_ROWS: i64 = 1 << 40;
 const UNIT: i64 = BLOCK as i64;
 
 /// One quantisation: checked scale and outputs, apart from each other.
-struct Quantized<'a> {
-    global_scale: &'a Tensor,
-    packed: &'a Tensor,
-    scales: &'a Tensor,
-    layout: Layout,
+#[derive(Clone, Copy)]
+pub(super) struct Quantized<'a> {
+    pub global_scale: &'a Tensor,
+    pub packed: &'a Tensor,
+    pub scales: &'a Tensor,
+    pub layout: Layout,
 }
 
 /// Checked arguments of the ops without a norm.
-struct Plan<'a> {
+pub(super) struct Plan<'a> {
     op: &'static str,
     /// [rows, K], [rows, 2K] or [experts, rows, 2K].
     x: &'a Tensor,
@@ -47,6 +50,18 @@ struct Plan<'a> {
     width: i64,
     row_counts: Option<&'a Tensor>,
     out: Quantized<'a>,
+}
+
+impl<'a> Plan<'a> {
+    /// The quantisation of the rows of `x`, and nothing before it.
+    pub fn of_rows(op: &'static str, x: &'a Tensor, out: Quantized<'a>) -> Self {
+        let [rows, width] = *x.shape() else { unreachable!("checked: [rows, K]") };
+        Self { op, x, silu: false, experts: 1, rows, width, row_counts: None, out }
+    }
+
+    pub fn run_on_cpu(&self) {
+        cpu::run(self);
+    }
 }
 
 /// Checked arguments of `add_rms_norm_nvfp4`.
@@ -69,7 +84,11 @@ impl NormPlan<'_> {
     }
 }
 
-fn read_layout(op: &'static str, argument: &'static str, object: &Bound<'_, PyAny>) -> Result<Layout> {
+pub(super) fn read_layout(
+    op: &'static str,
+    argument: &'static str,
+    object: &Bound<'_, PyAny>,
+) -> Result<Layout> {
     let names = || Layout::NAMES.map(|(name, _)| format!("{name:?}")).join(" or ");
     let Ok(text) = object.cast::<PyString>() else {
         return Err(Error::Type { op, argument, expected: names(), got: object.repr()?.to_string() });
@@ -82,7 +101,7 @@ fn read_layout(op: &'static str, argument: &'static str, object: &Bound<'_, PyAn
 }
 
 /// A 16-bit activation with any row stride. `factor` widths lie in its last dimension.
-fn check_rows(x: &Tensor, layout: &[&str], factor: i64) -> Result<(i64, i64)> {
+pub(super) fn check_rows(x: &Tensor, layout: &[&str], factor: i64) -> Result<(i64, i64)> {
     x.expect_dtype(&SOURCES)?;
     x.expect_rank(layout)?;
     let last = x.shape().len() - 1;
@@ -106,7 +125,7 @@ fn check_rows(x: &Tensor, layout: &[&str], factor: i64) -> Result<(i64, i64)> {
 }
 
 /// Reads a scale: fp32, one element, or one for each of `experts`.
-fn read_scale<'py>(
+pub(super) fn read_scale<'py>(
     arguments: &mut Arguments<'py>,
     object: &Bound<'py, PyAny>,
     scale: &mut Tensor,
@@ -125,7 +144,7 @@ fn read_scale<'py>(
 }
 
 /// Shape of the codes and of the scales; `experts` is empty for ops without.
-fn shapes(layout: Layout, experts: &[i64], rows: i64, width: i64) -> (Vec<i64>, Vec<i64>) {
+pub(super) fn shapes(layout: Layout, experts: &[i64], rows: i64, width: i64) -> (Vec<i64>, Vec<i64>) {
     let (scale_rows, scale_cols) = layout.padded(rows, width / UNIT);
     ([experts, &[rows, width / 2]].concat(), [experts, &[scale_rows, scale_cols]].concat())
 }
@@ -151,14 +170,14 @@ fn check_output<'a>(
 }
 
 /// Makes or takes the two outputs of a quantisation and reads them.
-struct Outputs<'py> {
-    packed: Bound<'py, PyAny>,
-    scales: Bound<'py, PyAny>,
+pub(super) struct Outputs<'py> {
+    pub packed: Bound<'py, PyAny>,
+    pub scales: Bound<'py, PyAny>,
 }
 
 impl<'py> Outputs<'py> {
     #[expect(clippy::too_many_arguments, reason = "two outputs, each given or made, with their geometry")]
-    fn read(
+    pub fn read(
         arguments: &mut Arguments<'py>,
         given: (Option<&Bound<'py, PyAny>>, Option<&Bound<'py, PyAny>>),
         allocate: &Bound<'py, PyAny>,
@@ -191,7 +210,7 @@ impl<'py> Outputs<'py> {
     }
 }
 
-fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan<'_>) -> Result<()> {
+pub(super) fn run(py: Python<'_>, arguments: &Arguments<'_>, plan: &Plan<'_>) -> Result<()> {
     if plan.rows == 0 || plan.experts == 0 {
         return Ok(());
     }
@@ -231,8 +250,7 @@ pub fn nvfp4_quantize<'py>(
         &[&source, &scale],
     )?;
     let out = Quantized { global_scale: &scale, packed: &packed, scales: &scales, layout };
-    let plan = Plan { op, x: &source, silu: false, experts: 1, rows, width, row_counts: None, out };
-    run(py, &arguments, &plan)?;
+    run(py, &arguments, &Plan::of_rows(op, &source, out))?;
     Ok((made.packed, made.scales))
 }
 

@@ -1,0 +1,130 @@
+"""The routing bias in another dtype: cast once, renewed in place, never stale, gone with its bias."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import vllm_hotpath
+from tests import cuda_probe
+from tests.helpers import BF16, FP16, assert_same_bits, capture, random_patterns
+from tests.moe_router_cases import FP32
+from vllm_hotpath.routing_bias import routing_bias
+
+DTYPES = (BF16, FP16, FP32)
+
+
+def _bias(device: torch.device, rng: torch.Generator, experts: int = 384) -> torch.Tensor:
+    return (torch.randn(experts, generator=rng) * 3 + 8).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("experts", [1, 7, 256, 384])
+def test_it_is_the_cast_of_torch(
+    experts: int, source: torch.dtype, dtype: torch.dtype, device: torch.device, rng: torch.Generator
+) -> None:
+    bias = random_patterns((experts,), source, rng).nan_to_num().to(device)
+    got = routing_bias(bias, dtype)
+    assert_same_bits(got, bias.to(dtype))
+    assert (got is bias) == (source == dtype)
+    assert routing_bias(bias, dtype) is got
+
+
+def test_a_changed_bias_is_cast_anew_into_the_same_memory(device: torch.device, rng: torch.Generator) -> None:
+    bias = torch.nn.Parameter(_bias(device, rng))
+    kept = routing_bias(bias, BF16)
+    with torch.no_grad():
+        bias.mul_(2)
+    again = routing_bias(bias, BF16)
+    assert again.data_ptr() == kept.data_ptr()
+    assert_same_bits(again, bias.detach().to(BF16))
+    # Other memory under the same tensor.
+    bias.data = _bias(device, rng)
+    again = routing_bias(bias, BF16)
+    assert again.data_ptr() == kept.data_ptr()
+    assert_same_bits(again, bias.detach().to(BF16))
+
+
+def test_another_number_of_experts_is_other_memory(device: torch.device, rng: torch.Generator) -> None:
+    bias = _bias(device, rng)
+    kept = routing_bias(bias, BF16)
+    old = kept.clone()
+    bias.data = _bias(device, rng, 100)
+    assert_same_bits(routing_bias(bias, BF16), bias.to(BF16))
+    assert_same_bits(kept, old)
+
+
+def test_refresh_sees_what_torch_does_not(device: torch.device, rng: torch.Generator) -> None:
+    first, second = _bias(device, rng), _bias(device, rng)
+    copies = [routing_bias(bias, dtype) for bias in (first, second) for dtype in (BF16, FP16)]
+    for bias in (first, second):
+        bias.data.copy_(_bias(device, rng))
+    vllm_hotpath.refresh_routing_bias(first)
+    old = copies[2].clone()
+    assert_same_bits(copies[0], first.to(BF16))
+    assert_same_bits(copies[1], first.to(FP16))
+    assert_same_bits(copies[2], old)
+    vllm_hotpath.refresh_routing_bias()
+    assert_same_bits(copies[2], second.to(BF16))
+    assert_same_bits(copies[3], second.to(FP16))
+    vllm_hotpath.refresh_routing_bias(torch.zeros(3, device=device))
+
+
+def test_inference_mode(device: torch.device, rng: torch.Generator) -> None:
+    with torch.inference_mode():
+        bias = _bias(device, rng).clone()
+        kept = routing_bias(bias, BF16)
+        assert routing_bias(bias, BF16) is kept
+        bias.mul_(2)
+    vllm_hotpath.refresh_routing_bias(bias)
+    assert_same_bits(kept, bias.to(BF16))
+    # Made under inference mode, renewed outside of it.
+    normal = _bias(device, rng)
+    with torch.inference_mode():
+        kept = routing_bias(normal, BF16)
+    normal.mul_(2)
+    assert routing_bias(normal, BF16) is kept
+    assert_same_bits(kept, normal.to(BF16))
+
+
+def test_a_copy_goes_with_its_bias(device: torch.device, rng: torch.Generator) -> None:
+    bias = _bias(device, rng)
+    kept = weakref.ref(routing_bias(bias, BF16))
+    gc.collect()
+    assert kept() is not None
+    del bias
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_the_kept_copy_and_sees_a_refresh(rng: torch.Generator) -> None:
+    bias = _bias(torch.device("cuda"), rng)
+    routing_bias(bias, BF16)
+    graph, got = capture(lambda: routing_bias(bias, BF16) * 1)
+    bias.mul_(2)
+    routing_bias(bias, BF16)
+    graph.replay()
+    assert_same_bits(got, bias.to(BF16))
+    bias.data.copy_(_bias(torch.device("cuda"), rng))
+    vllm_hotpath.refresh_routing_bias()
+    graph.replay()
+    assert_same_bits(got, bias.to(BF16))
+
+
+@pytest.mark.gpu
+def test_first_seen_in_a_capture_it_is_cast_in_the_graph(rng: torch.Generator) -> None:
+    bias = _bias(torch.device("cuda"), rng)
+    graph, got = capture(lambda: routing_bias(bias, BF16), keep_graph=True)
+    assert cuda_probe.node_types(graph) == [cuda_probe.KERNEL_NODE]
+    graph.instantiate()
+    bias.mul_(2)
+    graph.replay()
+    assert_same_bits(got, bias.to(BF16))
+    kept = routing_bias(bias, BF16)
+    assert kept is not got
+    assert_same_bits(kept, bias.to(BF16))
