@@ -93,9 +93,10 @@ def _place(scales: torch.Tensor, layout: str) -> torch.Tensor:
     return tiles.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).reshape(padded.shape)
 
 
-def _compared(
+def compared(
     got: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale: torch.Tensor, layout: str
 ) -> list[Output]:
+    """Codes and scales of ``x``, and what they have to be; where a code has two values, the nearer."""
     want = _reference(x, scale)
     codes = _codes(got[0])
     nearest = torch.where(codes == want.high, want.high, want.low)
@@ -126,7 +127,7 @@ def _plain_gates(gate_up: torch.Tensor) -> torch.Tensor:
 # ---- verify ----
 
 
-def _activations(
+def activations(
     rows: int, width: int, dtype: torch.dtype, generator: torch.Generator, device: torch.device, odd: bool
 ) -> torch.Tensor:
     """Rows of different size, blocks of zeros and of NaN among them; ``odd`` strides and base."""
@@ -142,7 +143,8 @@ def _activations(
     return moved[odd:].view(rows, row)[:, :width]
 
 
-def _guarded(rows: int, width: int, layout: str, device: torch.device) -> tuple[Guarded, Guarded]:
+def guarded(rows: int, width: int, layout: str, device: torch.device) -> tuple[Guarded, Guarded]:
+    """Outputs for codes and scales, between guard bytes."""
     tall, wide = _TILES[layout]
     scales = (-(-rows // tall) * tall, -(-(width // _BLOCK) // wide) * wide)
     return Guarded((rows, width // 2), torch.uint8, device), Guarded(scales, torch.uint8, device)
@@ -155,12 +157,12 @@ def _verify(
 
     def run(generator: torch.Generator, device: torch.device) -> list[Output]:
         scale = torch.tensor([448 * 6 / 5.3], device=device)
-        packed, scales = _guarded(rows, width, layout, device)
+        packed, scales = guarded(rows, width, layout, device)
         outputs: dict[str, Any] = {"layout": layout, "out": packed.tensor, "out_scale": scales.tensor}
         more = []
         if op == "add_rms_norm_nvfp4":
-            x = _activations(rows, width, dtype, generator, device, odd).nan_to_num()
-            residual = _activations(rows, width, dtype, generator, device, odd).nan_to_num()
+            x = activations(rows, width, dtype, generator, device, odd).nan_to_num()
+            residual = activations(rows, width, dtype, generator, device, odd).nan_to_num()
             weight = torch.randn(width, generator=generator).to(dtype).to(device)
             total = (x.float() + residual.float()).to(dtype)
             rms = torch.rsqrt(total.double().pow(2).mean(-1, keepdim=True) + _EPS)
@@ -172,14 +174,14 @@ def _verify(
             ]
             value = norm
         elif op == "silu_mul_nvfp4":
-            gate_up = _plain_gates(_activations(rows, 2 * width, dtype, generator, device, odd))
+            gate_up = _plain_gates(activations(rows, 2 * width, dtype, generator, device, odd))
             got = nvfp4_quant.silu_mul_nvfp4(gate_up, scale, **outputs)
             value = _silu_mul(gate_up)
         else:
-            value = _activations(rows, width, dtype, generator, device, odd)
+            value = activations(rows, width, dtype, generator, device, odd)
             got = nvfp4_quant.nvfp4_quantize(value, scale, **outputs)
         beside = [Output("bytes beside an output", g.guard(), g.untouched()) for g in (packed, scales)]
-        return [*_compared((got[0], got[1]), value, scale, layout), *more, *beside]
+        return [*compared((got[0], got[1]), value, scale, layout), *more, *beside]
 
     return run
 
@@ -207,7 +209,7 @@ def bytes_moved(op: str, width: int, rows: int) -> tuple[int, int]:
     return rows * width * 2, fp4
 
 
-class _Check:
+class CodeCheck:
     """Compares codes with a reference that leaves some of them two values."""
 
     def __init__(self, packed: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor, layout: str) -> None:
@@ -247,7 +249,7 @@ def _quantize_set(
     width: int, layout: Any, packed: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor
 ) -> BufferSet:
     x = _fresh(scale, len(packed), width)
-    check = _Check(packed, scales, scale, layout)
+    check = CodeCheck(packed, scales, scale, layout)
 
     def ours() -> tuple[torch.Tensor, ...]:
         return nvfp4_quant.nvfp4_quantize(x, scale, layout=layout, out=packed, out_scale=scales)
@@ -260,7 +262,7 @@ def _silu_set(
 ) -> BufferSet:
     gate_up = _plain_gates(_fresh(scale, len(packed), 2 * width))
     activated = _fresh(scale, len(packed), width)
-    check = _Check(packed, scales, scale, layout)
+    check = CodeCheck(packed, scales, scale, layout)
     peer = peers.op("_C", "silu_and_mul")
 
     def ours() -> tuple[torch.Tensor, ...]:
@@ -281,7 +283,7 @@ def _norm_set(
     x, residual, weight = (_fresh(scale, *shape) for shape in ((len(packed), width),) * 2 + ((width,),))
     # vLLM's op writes the norm over its input.
     replaced = x.clone()
-    check = _Check(packed, scales, scale, layout)
+    check = CodeCheck(packed, scales, scale, layout)
     peer = peers.op("_C", "fused_add_rms_norm")
 
     def ours() -> tuple[torch.Tensor, ...]:
