@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm_hotpath.plugin import targets
-from vllm_hotpath.plugin.features import kda_decode, moe_router
+from vllm_hotpath.plugin.features import kda_decode, moe_fp4_preamble, moe_router
 from vllm_hotpath.plugin.features import mla_kv_pack as feature
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ RUNNER = f"{_MOE}.runner.moe_runner"
 GROUPED = f"{_MOE}.router.grouped_topk_router"
 TOPK = f"{_MOE}.router.fused_topk_router"
 GATE = f"{_MOE}.router.gate_linear"
+PREPARE = f"{_MOE}.prepare_finalize.no_dp_ep"
+TRTLLM = f"{_MOE}.experts.trtllm_nvfp4_moe"
+RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+WEIGHTS = "vllm.model_executor.model_loader.weight_utils"
 LINEAR = "vllm.model_executor.layers.linear"
 CONTEXT = "vllm.forward_context"
 K3_MODEL = "vllm.models.kimi_k3.nvidia.model"
@@ -99,6 +103,37 @@ class MoERunner:
         if self.gate is not None:
             router_logits, _ = self.gate(hidden_states)
         return self.router._compute_routing(hidden_states, router_logits, None)
+""",
+    PREPARE: """\
+CALLS = []
+
+
+def _quantize_input(a1, quant_config, defer_input_quant=False):
+    CALLS.append(a1)
+    return "stock codes", "stock scales"
+
+
+class MoEPrepareAndFinalizeNoDPEPMonolithic:
+    def prepare(self, a1, router_logits, quant_config, defer_input_quant=False):
+        a1q, a1q_scale = _quantize_input(a1, quant_config, defer_input_quant)
+        return a1q, a1q_scale, router_logits
+""",
+    TRTLLM: """\
+class TrtLlmNvFp4ExpertsMonolithic:
+    def apply(
+        self, hidden_states, w1, w2, router_logits, activation, global_num_experts, expert_map, a1q_scale,
+        apply_router_weight_on_input, num_expert_group=None, e_score_correction_bias=None,
+        routed_scaling_factor=None, topk_group=None,
+    ):
+        return e_score_correction_bias
+""",
+    RELOAD: """\
+def finalize_layerwise_processing(model, model_config):
+    return model
+""",
+    WEIGHTS: """\
+def default_weight_loader(param, loaded_weight):
+    param.data.copy_(loaded_weight)
 """,
     CONTEXT: """\
 CONTEXT = None
@@ -237,6 +272,8 @@ TARGETS = (
     feature.CONCAT, feature.DCP_LOOP, feature.K3_CONCAT, feature.K3_QUANT, feature.K3_DCP_PACK,
     moe_router.RUNNER, moe_router.GROUPED, moe_router.TOPK, moe_router.K3_GATE,
     kda_decode.LINEAR, kda_decode.K3_SUPPORTED, kda_decode.K3_INIT, kda_decode.K3_OP,
+    moe_fp4_preamble.QUANTIZE, moe_fp4_preamble.PREPARE, moe_fp4_preamble.RUNNER, moe_fp4_preamble.BIAS,
+    moe_fp4_preamble.RELOAD,
 )  # fmt: skip
 LOGGED = ("vllm.hotpath", "INFO")
 

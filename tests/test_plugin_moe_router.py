@@ -25,7 +25,7 @@ EXPERTS, HIDDEN = 16, 32
 
 @pytest.fixture
 def on(process: Process, monkeypatch: pytest.MonkeyPatch) -> Process:
-    monkeypatch.setattr(feature, "_said", set())
+    monkeypatch.setattr(feature._say, "said", set())
     process.set(VLLM_HOTPATH_MOE_ROUTER="1")
     plugin.register()
     return process

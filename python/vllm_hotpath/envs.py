@@ -21,6 +21,7 @@ MLA_TWO_STREAM = "VLLM_MLA_TWO_STREAM_DECODE"
 SHARED_EXPERTS_TWO_STREAM = "VLLM_MOE_SHARED_EXPERTS_TWO_STREAM"
 KDA_DECODE = "VLLM_HOTPATH_KDA_DECODE"
 MOE_ROUTER = "VLLM_HOTPATH_MOE_ROUTER"
+MOE_FP4_PREAMBLE = "VLLM_MOE_FP4_PREAMBLE_FUSION"
 DISABLE = "VLLM_HOTPATH_DISABLE"
 FORCE = "VLLM_HOTPATH_FORCE"
 STRICT = "VLLM_HOTPATH_STRICT"
@@ -33,6 +34,7 @@ FEATURE_FLAGS = (
     SHARED_EXPERTS_TWO_STREAM,
     KDA_DECODE,
     MOE_ROUTER,
+    MOE_FP4_PREAMBLE,
 )
 FLAGS = (*FEATURE_FLAGS, DISABLE, FORCE, STRICT)
 # Not a flag: what vLLM's compile cache keys on, so that another version of this package compiles anew.
@@ -52,6 +54,21 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> bool | None:
         return _MEANINGS[value.strip().lower()]
     except KeyError:
         raise ValueError(f"{name}={value}: expected 0 or 1") from None
+
+
+def level(name: str, highest: int, environ: Mapping[str, str] | None = None) -> int:
+    """Read a flag that has levels: 0 where it is unset or off, 1 for on, a number up to ``highest``.
+
+    Raises:
+        ValueError: its value is none of these.
+    """
+    value = (os.environ if environ is None else environ).get(name, "").strip()
+    if value.isdecimal() and int(value) <= highest:
+        return int(value)
+    try:
+        return int(bool(_MEANINGS[value.lower()]))
+    except KeyError:
+        raise ValueError(f"{name}={value}: expected 0 to {highest}") from None
 
 
 def is_disabled(environ: Mapping[str, str] | None = None) -> bool:

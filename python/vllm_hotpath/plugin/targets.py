@@ -27,6 +27,7 @@ class Target:
         names: qualified names that it has in different versions; the first that exists counts.
         signatures: its known parameter lists, without annotations.
         hashes: known source hash -> the vLLM version that has it.
+        settled: the same for versions in which there is nothing to patch.
         defined_in: where its source is, if ``module`` only imports it by name.
     """
 
@@ -34,6 +35,7 @@ class Target:
     names: tuple[str, ...]
     signatures: tuple[str, ...]
     hashes: Mapping[str, str] = field(hash=False)
+    settled: Mapping[str, str] = field(hash=False, default_factory=dict)
     defined_in: str | None = None
 
     @property
@@ -54,7 +56,7 @@ class Definition(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What was found of a target: no ``problem`` if it may be patched; ``missing`` if it is not there."""
+    """What was found of a target: no ``problem`` if it may be patched; ``missing``: there is nothing to patch."""
 
     definition: Definition | None
     problem: str
@@ -83,6 +85,8 @@ def probe(target: Target, root: Path, version: str, *, force: bool = False) -> P
     if definition is None:
         return Probe(None, f"vLLM {version} has no {target.source_module}.{target.names[0]}", missing=True)
     where = f"{target.source_module}.{definition.name}"
+    if definition.hash in target.settled:
+        return Probe(definition, f"{where} of vLLM {version} needs no patch", missing=True)
     if definition.signature not in target.signatures:
         problem = f"{where} of vLLM {version} has an unknown signature ({definition.signature})"
         return Probe(definition, problem)

@@ -17,6 +17,7 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_hotpath import envs
+from vllm_hotpath.plugin import moe_gate
 from vllm_hotpath.plugin.plan import Feature, Patch, Plan
 from vllm_hotpath.plugin.targets import Target
 
@@ -59,7 +60,6 @@ K3_GATE = Target(
     hashes={"4b99eabca7af478d": "0.33.0"},
 )
 
-_DSV3_GEMM_TOKENS = 16
 # Attribute of a runner that has been looked at, and of the logits.
 _SEEN = "_vllm_hotpath_router_seen"
 _ROUTED = "_vllm_hotpath_routed"
@@ -79,30 +79,17 @@ class _Routed(NamedTuple):
 def _reason(runner: Any, gate: Any) -> str:
     """Why a layer keeps vLLM's gate and selection; empty if it does not."""
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
-    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
-    from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 
-    if gate is None:
-        return "its gate is applied outside of it"
-    router, config = runner.router, runner.moe_config
-    parallel = config.moe_parallel_config
+    if reason := moe_gate.reason(runner, gate):
+        return reason
+    router = runner.router
     if runner._quant_method.is_monolithic:
         return "its kernel selects the experts itself"
-    if runner._fse_fuse_gate:
-        return "its gate is fused with that of the shared experts"
-    if type(gate) not in {GateLinear, ReplicatedLinear}:
-        return f"its gate is a {type(gate).__name__} (LoRA, or a gate of its own)"
-    if type(gate.quant_method) is not UnquantizedLinearMethod or gate.bias is not None:
-        return "its gate is quantised or has a bias"
     if type(router) not in {GroupedTopKRouter, FusedTopKRouter}:
         return f"its router is a {type(router).__name__}"
     if router.eplb_state is not None:
         return "EPLB moves its experts"
-    if config.is_sequence_parallel or runner.do_naive_dispatch_combine or config.pcp_size > 1:
-        return "its tokens or logits are gathered from other ranks"
-    if parallel.use_all2all_kernels:
-        return "its tokens are dispatched by all2all kernels"
     return _reason_of_numbers(router, gate)
 
 
@@ -119,7 +106,7 @@ def _reason_of_numbers(router: Any, gate: Any) -> str:
     weight, bias = gate.weight, getattr(router, "e_score_correction_bias", None)
     if weight.dtype not in {torch.bfloat16, torch.float32} or weight.dim() != 2 or weight.stride(1) != 1:
         return f"its gate weight is {weight.dtype} {tuple(weight.shape)} with strides {weight.stride()}"
-    logits_dtype = _out_dtype(gate)
+    logits_dtype = moe_gate.out_dtype(gate)
     if logits_dtype not in {None, torch.bfloat16, torch.float32}:
         return f"its logits are {logits_dtype}"
     if weight.dtype == torch.float32 and logits_dtype != torch.float32:
@@ -144,12 +131,6 @@ def _reason_of_numbers(router: Any, gate: Any) -> str:
     return "" if support.ok else support.reason
 
 
-def _out_dtype(gate: Any) -> torch.dtype | None:
-    """The dtype that a gate's logits are asked for; None is that of its input."""
-    found: torch.dtype | None = getattr(gate, "out_dtype", None)
-    return found
-
-
 def _groups(router: Any) -> tuple[int, int]:
     """Groups, and how many of them are kept. Where all are, there are none to choose."""
     groups, kept = getattr(router, "num_expert_group", 1) or 1, getattr(router, "topk_group", 1) or 1
@@ -159,38 +140,26 @@ def _groups(router: Any) -> tuple[int, int]:
 # ---- The gate ----
 
 
-class _Gate:
-    """Stands for ``forward`` of the gate of one layer."""
-
+class _Gate(moe_gate.Gate):
     def __init__(self, runner: Any, gate: Any) -> None:
         from vllm_hotpath.ops.moe_router import MAX_TOKENS, moe_router
 
-        self._op, self._max_tokens = moe_router, MAX_TOKENS
-        self._layer_name = runner.layer_name
-        self._router, self._gate, self._stock = runner.router, gate, gate.forward
+        super().__init__(runner, gate)
+        self._op, self._max_tokens, self._router = moe_router, MAX_TOKENS, runner.router
 
     def __call__(self, x: torch.Tensor) -> Any:
         import torch
 
-        gate, router = self._gate, self._router
-        weight = gate.weight
-        if (
-            torch.compiler.is_compiling()
-            or x.dim() != 2
-            or not 0 < x.shape[0] <= self._max_tokens
-            or x.shape[1] != weight.shape[1]
-            or x.dtype != torch.bfloat16
-            or x.stride(1) != 1
-            or x.device != weight.device
-        ):
-            return self._stock(x)
+        if not self.takes(x, self._max_tokens):
+            return self.stock(x)
+        router, weight = self._router, self.gate.weight
         tokens, top_k = x.shape[0], router.top_k
-        logits = torch.empty(tokens, weight.shape[0], dtype=self._logits_dtype(tokens), device=x.device)
+        logits = torch.empty(tokens, weight.shape[0], dtype=self.logits_dtype(tokens), device=x.device)
         # One buffer, so that one launch can take the padding rows out of both.
         chosen = torch.empty(2, tokens, top_k, dtype=torch.int32, device=x.device)
         topk_weights, topk_ids = chosen[0].view(torch.float32), chosen[1]
         groups, kept = _groups(router)
-        try:
+        with moe_gate.errors_of(self.layer_name):
             self._op(
                 x,
                 weight,
@@ -206,26 +175,9 @@ class _Gate:
                 topk_weights=topk_weights,
                 topk_ids=topk_ids,
             )
-        except (TypeError, ValueError, RuntimeError) as error:
-            if type(error) not in {TypeError, ValueError, RuntimeError}:
-                raise
-            raise type(error)(f"{self._layer_name}: {error}") from error
         _take_padding_out(router, chosen)
         setattr(logits, _ROUTED, _Routed(router, topk_weights, topk_ids))
-        return (logits, None) if getattr(gate, "return_bias", True) else logits
-
-    def _logits_dtype(self, tokens: int) -> torch.dtype:
-        import torch
-
-        given = _out_dtype(self._gate)
-        if (
-            given is None
-            and tokens <= _DSV3_GEMM_TOKENS
-            and getattr(self._gate, "allow_dsv3_router_gemm", False)
-        ):
-            # 0.22.1 allocates this GEMM's logits without a dtype.
-            return torch.get_default_dtype()
-        return given or torch.bfloat16
+        return self.result(logits)
 
 
 def _take_padding_out(router: Any, chosen: torch.Tensor) -> None:
@@ -266,7 +218,7 @@ def _padding_fill(device: torch.device) -> torch.Tensor | None:
 
 # ---- What is patched ----
 
-_said: set[str] = set()
+_say = moe_gate.Notices(NAME)
 
 
 def _hook(runner: Any, gate: Any) -> None:
@@ -278,17 +230,9 @@ def _hook(runner: Any, gate: Any) -> None:
             gate.forward = _Gate(runner, gate)
             return
     except Exception as error:
-        _say(logging.WARNING, runner, f"{type(error).__name__}: {error}")
+        _say(runner.layer_name, f"{type(error).__name__}: {error}", logging.WARNING)
     else:
-        _say(logging.INFO, runner, reason)
-
-
-def _say(level: int, runner: Any, reason: str) -> None:
-    from vllm_hotpath.plugin import report
-
-    if reason not in _said:
-        _said.add(reason)
-        report.LOGGER.log(level, "%s: %s stays stock: %s", NAME, runner.layer_name, reason)
+        _say(runner.layer_name, reason)
 
 
 def _runner(original: Callable[..., Any]) -> Callable[..., Any]:

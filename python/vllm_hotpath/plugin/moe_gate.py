@@ -1,0 +1,109 @@
+"""What the features that take a layer's gate over share: which gates they know, and what stands for one."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+_DSV3_GEMM_TOKENS = 16
+
+
+def reason(runner: Any, gate: Any) -> str:
+    """Why a layer keeps vLLM's gate, as far as gate and runner are concerned; empty if it does not."""
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+
+    if gate is None:
+        return "its gate is applied outside of it"
+    if runner._fse_fuse_gate:
+        return "its gate is fused with that of the shared experts"
+    if type(gate) not in {GateLinear, ReplicatedLinear}:
+        return f"its gate is a {type(gate).__name__} (LoRA, or a gate of its own)"
+    if type(gate.quant_method) is not UnquantizedLinearMethod or gate.bias is not None:
+        return "its gate is quantised or has a bias"
+    config = runner.moe_config
+    if config.is_sequence_parallel or runner.do_naive_dispatch_combine or config.pcp_size > 1:
+        return "its tokens or logits are gathered from other ranks"
+    if config.moe_parallel_config.use_all2all_kernels:
+        return "its tokens are dispatched by all2all kernels"
+    return ""
+
+
+def out_dtype(gate: Any) -> torch.dtype | None:
+    """The dtype that a gate's logits are asked for; None is that of its input."""
+    found: torch.dtype | None = getattr(gate, "out_dtype", None)
+    return found
+
+
+class Gate:
+    """Stands for ``forward`` of the gate of one layer."""
+
+    def __init__(self, runner: Any, gate: Any) -> None:
+        self.layer_name: str = runner.layer_name
+        self.gate, self.stock = gate, gate.forward
+
+    def takes(self, x: torch.Tensor, most: int) -> bool:
+        """Whether ``x`` is one to ``most`` tokens in bf16 that our kernels read, and nothing compiles."""
+        import torch
+
+        weight = self.gate.weight
+        return (
+            not torch.compiler.is_compiling()
+            and x.dim() == 2
+            and 0 < x.shape[0] <= most
+            and x.shape[1] == weight.shape[1]
+            and x.dtype == torch.bfloat16
+            and x.stride(1) == 1
+            and x.device == weight.device
+        )
+
+    def logits_dtype(self, tokens: int) -> torch.dtype:
+        """The dtype of the logits that vLLM's gate would return for that many tokens."""
+        import torch
+
+        given = out_dtype(self.gate)
+        if (
+            given is None
+            and tokens <= _DSV3_GEMM_TOKENS
+            and getattr(self.gate, "allow_dsv3_router_gemm", False)
+        ):
+            # 0.22.1 allocates this GEMM's logits without a dtype.
+            return torch.get_default_dtype()
+        return given or torch.bfloat16
+
+    def result(self, logits: torch.Tensor) -> Any:
+        """What the gate's ``forward`` returns."""
+        return (logits, None) if getattr(self.gate, "return_bias", True) else logits
+
+
+@contextmanager
+def errors_of(layer_name: str | None) -> Iterator[None]:
+    """Errors of our ops name the layer that they come from."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if layer_name is None or type(error) not in {TypeError, ValueError, RuntimeError}:
+            raise
+        raise type(error)(f"{layer_name}: {error}") from error
+
+
+class Notices:
+    """Says once per reason in a process why a layer stays stock."""
+
+    def __init__(self, feature: str) -> None:
+        self._feature = feature
+        self.said: set[str] = set()
+
+    def __call__(self, layer_name: str, why: str, level: int = logging.INFO) -> None:
+        """Log it, unless the reason has been given before."""
+        from vllm_hotpath.plugin import report
+
+        if why not in self.said:
+            self.said.add(why)
+            report.LOGGER.log(level, "%s: %s stays stock: %s", self._feature, layer_name, why)
