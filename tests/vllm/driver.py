@@ -28,10 +28,13 @@ GROUPED_ROUTER = "vllm.model_executor.layers.fused_moe.router.grouped_topk_route
 TOPK_ROUTER = "vllm.model_executor.layers.fused_moe.router.fused_topk_router"
 SHARED_EXPERTS = "vllm.model_executor.layers.fused_moe.runner.shared_experts"
 BACKEND = "vllm.v1.attention.backend"
+PREPARE = "vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep"
+TRTLLM = "vllm.model_executor.layers.fused_moe.experts.trtllm_nvfp4_moe"
+RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 GATE = "vllm.model_executor.layers.fused_moe.router.gate_linear"
 PATCHED = (
     MLA, K3, K3_OPS, K3_MODEL, K3_KDA, KIMI_LINEAR, OPS, MOE_RUNNER, GROUPED_ROUTER, TOPK_ROUTER, GATE,
-    SHARED_EXPERTS, BACKEND,
+    SHARED_EXPERTS, BACKEND, PREPARE, TRTLLM, RELOAD,
 )  # fmt: skip
 FLAG = "VLLM_HOTPATH_MLA_KV_PACK"
 
@@ -108,11 +111,12 @@ def without_plugin() -> dict[str, str]:
     assert all(before[name] is after[name] for name in before)
     assert sys.meta_path == finders
 
-    from tests.vllm import compare, compare_kda_decode, compare_moe_router
+    from tests.vllm import compare, compare_kda_decode, compare_moe_fp4_preamble, compare_moe_router
 
     compare.run()
     compare_kda_decode.run()
     compare_moe_router.run()
+    compare_moe_fp4_preamble.run()
     return found
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from vllm_hotpath import envs
 from vllm_hotpath.plugin import report, targets
-from vllm_hotpath.plugin.features import kda_decode, moe_router
+from vllm_hotpath.plugin.features import kda_decode, moe_fp4_preamble, moe_router
 from vllm_hotpath.plugin.features import mla_kv_pack as feature
 
 if TYPE_CHECKING:
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 ROOT = Path(__file__).parents[2]
-GENERIC = (feature.CONCAT, moe_router.RUNNER, moe_router.GROUPED, moe_router.TOPK, kda_decode.LINEAR)
+GENERIC = (
+    feature.CONCAT, moe_router.RUNNER, moe_router.GROUPED, moe_router.TOPK, kda_decode.LINEAR,
+    moe_fp4_preamble.QUANTIZE, moe_fp4_preamble.PREPARE, moe_fp4_preamble.RUNNER,
+)  # fmt: skip
+WITH_BF16_BIAS = (moe_fp4_preamble.BIAS, moe_fp4_preamble.RELOAD)
 WITH_K3 = (
     feature.DCP_LOOP, feature.K3_CONCAT, feature.K3_QUANT, feature.K3_DCP_PACK, moe_router.K3_GATE,
     kda_decode.K3_SUPPORTED, kda_decode.K3_INIT, kda_decode.K3_OP,
@@ -101,11 +105,15 @@ def vllm() -> tuple[Path, str]:
 
 
 def present(vllm: tuple[Path, str]) -> tuple[targets.Target, ...]:
-    return GENERIC if vllm[1].startswith("0.22.") else GENERIC + WITH_K3
+    return GENERIC + (WITH_K3 if has_k3(vllm) else WITH_BF16_BIAS)
+
+
+def has_k3(vllm: tuple[Path, str]) -> bool:
+    return not vllm[1].startswith("0.22.")
 
 
 def test_probes_know_the_installed_version(vllm: tuple[Path, str]) -> None:
-    for target in GENERIC + WITH_K3:
+    for target in GENERIC + WITH_K3 + WITH_BF16_BIAS:
         found = targets.probe(target, *vllm)
         if target in present(vllm):
             assert not found.problem
@@ -117,16 +125,24 @@ def test_probes_know_the_installed_version(vllm: tuple[Path, str]) -> None:
 
 def test_doctors_table_says_what_can_be_turned_on(vllm: tuple[Path, str]) -> None:
     before = set(sys.modules)
-    flags = (envs.MLA_KV_PACK, envs.K3_DCP_KV_PACK, envs.KDA_DECODE, envs.MOE_ROUTER)
+    flags = (
+        envs.MLA_KV_PACK,
+        envs.K3_DCP_KV_PACK,
+        envs.KDA_DECODE,
+        envs.MOE_ROUTER,
+        envs.MOE_FP4_PREAMBLE,
+    )
     generic, k3, *others = (row for row in report.table(dict.fromkeys(flags, "1")) if row["state"] != "off")
     assert (generic["state"], generic["available"]) == ("on", True)
-    has_k3 = present(vllm) != GENERIC
+    newest = has_k3(vllm)
     assert [(row["feature"], row["state"], row["available"], len(row["patches"])) for row in others] == [
-        ("kda_decode", "on", True, 4 if has_k3 else 1),
-        ("moe_router", "on", True, 4 if has_k3 else 3),
+        ("kda_decode", "on", True, 4 if newest else 1),
+        ("moe_router", "on", True, 4 if newest else 3),
+        # Level 1.
+        ("moe_fp4_preamble", "on", True, 2 if newest else 4),
     ]
-    assert (k3["state"], k3["available"]) == (("on", True) if has_k3 else ("stock", False))
-    assert len(generic["patches"]) == (4 if has_k3 else 1)
+    assert (k3["state"], k3["available"]) == (("on", True) if newest else ("stock", False))
+    assert len(generic["patches"]) == (4 if newest else 1)
     assert not {name for name in set(sys.modules) - before if name.split(".")[0] == "vllm"}
 
 
@@ -170,7 +186,8 @@ def test_what_the_flags_patch_gives_the_bits_of_stock(processes: Processes, vllm
     assert len(re.findall(r"kda_decode: on: KimiGatedDeltaNetAttention\._forward", log)) == 1
     assert len(re.findall(r"moe_router: on: MoERunner\._forward_impl, ", log)) == 1
     k3 = "k3_dcp_kv_pack: on: Kimi-K3 DCP chunked-context KV pack: fused (VLLM_K3_DCP_FUSED_KV_PACK=1)"
-    assert log.count(k3) == (1 if present(vllm) != GENERIC else 0)
+    assert log.count(k3) == (1 if has_k3(vllm) else 0)
+    assert len(re.findall(r"moe_fp4_preamble: on: _quantize_input, MoERunner\._forward_impl, ", log)) == 1
 
 
 def test_vllms_registry_process_and_its_fork_are_patched(
@@ -182,7 +199,7 @@ def test_vllms_registry_process_and_its_fork_are_patched(
     assert len(re.findall(r"mla_kv_pack: on: MLACommon", log)) == 2, log
     k3 = re.findall(r"k3_dcp_kv_pack: (\w+): ", log)
     # Where Kimi-K3 exists, its line comes with its module, which is not imported there.
-    assert k3 == ([] if present(vllm) != GENERIC else ["stock", "stock"])
+    assert k3 == ([] if has_k3(vllm) else ["stock", "stock"])
 
 
 def test_a_spawned_process_loads_the_plugin_and_strict_raises_there(processes: Processes) -> None:

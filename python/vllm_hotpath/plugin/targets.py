@@ -56,7 +56,7 @@ class Definition(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What was found of a target: no ``problem`` if it may be patched; ``missing``: there is nothing to patch."""
+    """What a probe found: no ``problem`` if the target may be patched; ``missing``: nothing to patch."""
 
     definition: Definition | None
     problem: str
