@@ -6,7 +6,7 @@ use std::slice;
 
 use half::bf16;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::parallel::for_ranges;
 use crate::tensor::{DType, Device, Tensor};
 
@@ -17,7 +17,7 @@ pub const MAX_HIDDEN: i64 = 1 << 30;
 
 /// Of the kernels: `kGateRows` and `kGateThreads`.
 const CLUSTER_EXPERTS: u32 = 16;
-pub const THREADS: u32 = 256;
+pub const BLOCK_THREADS: u32 = 256;
 
 /// Checked operands: bf16 activations `[tokens, hidden]` and the weight `[experts, hidden]`.
 #[derive(Clone, Copy)]
@@ -27,12 +27,12 @@ pub struct Gate<'a> {
 }
 
 impl<'a> Gate<'a> {
-    /// Checks the operands. `unit`: what the hidden size is a multiple of.
+    /// Checks the operands.
     pub fn check(
         hidden: &'a Tensor,
         weight: &'a Tensor,
-        unit: i64,
-        weights: &[DType],
+        hidden_multiple: i64,
+        weight_dtypes: &[DType],
         experts: &RangeInclusive<i64>,
     ) -> Result<Self> {
         hidden.expect_dtype(&[DType::BF16])?;
@@ -41,8 +41,9 @@ impl<'a> Gate<'a> {
         if tokens > MAX_TOKENS {
             return Err(hidden.value_error(format!("at most {MAX_TOKENS} tokens")));
         }
-        if !(unit..=MAX_HIDDEN).contains(&size) || size % unit != 0 {
-            let expected = format!("a hidden size that is a multiple of {unit}, from that to {MAX_HIDDEN}");
+        if !(hidden_multiple..=MAX_HIDDEN).contains(&size) || size % hidden_multiple != 0 {
+            let expected =
+                format!("a hidden size that is a multiple of {hidden_multiple}, from that to {MAX_HIDDEN}");
             return Err(hidden.value_error(expected));
         }
         hidden.expect_last_stride_1()?;
@@ -50,7 +51,7 @@ impl<'a> Gate<'a> {
         if matches!(hidden.device, Device::Other(_)) {
             return Err(hidden.value_error("a tensor on a CPU or CUDA device"));
         }
-        weight.expect_dtype(weights)?;
+        weight.expect_dtype(weight_dtypes)?;
         weight.expect_rank(&["experts", "hidden"])?;
         if weight.shape()[1] != size || !experts.contains(&weight.shape()[0]) {
             let (low, high) = (experts.start(), experts.end());
@@ -158,27 +159,53 @@ pub struct GateOperands {
     k: u32,
 }
 
-/// Checks `[tokens, experts]` logits that a caller gives: rows at any distance at which they do not meet.
-pub fn check_logits(logits: &Tensor, dtype: DType, tokens: i64, experts: i64) -> Result<()> {
-    logits.expect_dtype(&[dtype])?;
-    logits.expect_shape(&[tokens, experts], "tokens and experts")?;
-    logits.expect_last_stride_1()?;
-    if tokens > 1 && logits.stride(0).abs() < experts {
-        return Err(logits.value_error("rows apart from each other"));
-    }
-    Ok(())
-}
+/// Checked `[tokens, experts]` logits, bf16 or fp32, to be written.
+#[derive(Clone, Copy)]
+pub struct Logits<'a>(&'a Tensor);
 
-/// Writes a row of checked logits on the CPU.
-pub fn store_row(out: &Tensor, token: usize, logits: &[f32]) {
-    for (expert, logit) in logits.iter().enumerate() {
-        let at = (token as i64 * out.stride(0) + expert as i64) as isize;
-        // SAFETY: checked shape, dtype and stride; bytes have no alignment.
-        unsafe {
-            if out.dtype == DType::BF16 {
-                out.data.cast::<[u8; 2]>().offset(at).write(bf16::from_f32(*logit).to_le_bytes());
-            } else {
-                out.data.cast::<[u8; 4]>().offset(at).write(logit.to_le_bytes());
+impl<'a> Logits<'a> {
+    /// Checks logits that a caller gives for `gate`: rows at any distance at which they do not meet.
+    pub fn check(logits: &'a Tensor, dtype: DType, gate: &Gate<'_>) -> Result<Self> {
+        logits.expect_dtype(&[dtype])?;
+        logits.expect_shape(&[gate.tokens(), gate.experts()], "tokens and experts")?;
+        logits.expect_last_stride_1()?;
+        logits.expect_writable()?;
+        if gate.tokens() > 1 && logits.stride(0).abs() < gate.experts() {
+            return Err(logits.value_error("rows apart from each other"));
+        }
+        Ok(Self(logits))
+    }
+
+    /// Their dtype by torch's name; None is `default`.
+    pub fn dtype(op: &'static str, name: Option<&str>, default: DType) -> Result<DType> {
+        match name {
+            None => Ok(default),
+            Some("bfloat16") => Ok(DType::BF16),
+            Some("float32") => Ok(DType::F32),
+            Some(other) => {
+                let (expected, got) = ("bfloat16 or float32".into(), other.into());
+                Err(Error::Value { op, argument: "logits_dtype", expected, got })
+            }
+        }
+    }
+
+    pub fn tensor(self) -> &'a Tensor {
+        self.0
+    }
+
+    /// Writes the row of a token, on the CPU.
+    pub fn store(self, token: usize, logits: &[f32]) {
+        let out = self.0;
+        assert!((token as i64) < out.shape()[0] && logits.len() as i64 == out.shape()[1]);
+        for (expert, logit) in logits.iter().enumerate() {
+            let at = (token as i64 * out.stride(0) + expert as i64) as isize;
+            // SAFETY: inside the checked shape; checked dtype and stride; bytes have no alignment.
+            unsafe {
+                if out.dtype == DType::BF16 {
+                    out.data.cast::<[u8; 2]>().offset(at).write(bf16::from_f32(*logit).to_le_bytes());
+                } else {
+                    out.data.cast::<[u8; 4]>().offset(at).write(logit.to_le_bytes());
+                }
             }
         }
     }

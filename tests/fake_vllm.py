@@ -31,6 +31,7 @@ PREPARE = f"{_MOE}.prepare_finalize.no_dp_ep"
 TRTLLM = f"{_MOE}.experts.trtllm_nvfp4_moe"
 RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 WEIGHTS = "vllm.model_executor.model_loader.weight_utils"
+WORKER = "vllm.v1.worker.gpu_worker"
 LINEAR = "vllm.model_executor.layers.linear"
 CONTEXT = "vllm.forward_context"
 K3_MODEL = "vllm.models.kimi_k3.nvidia.model"
@@ -130,6 +131,14 @@ class TrtLlmNvFp4ExpertsMonolithic:
     RELOAD: """\
 def finalize_layerwise_processing(model, model_config):
     return model
+""",
+    WORKER: """\
+class Worker:
+    def reload_weights(self, *args, **kwargs):
+        return "reloaded"
+
+    def finish_weight_update(self):
+        return "reloaded"
 """,
     WEIGHTS: """\
 def default_weight_loader(param, loaded_weight):
@@ -273,7 +282,7 @@ TARGETS = (
     moe_router.RUNNER, moe_router.GROUPED, moe_router.TOPK, moe_router.K3_GATE,
     kda_decode.LINEAR, kda_decode.K3_SUPPORTED, kda_decode.K3_INIT, kda_decode.K3_OP,
     moe_fp4_preamble.QUANTIZE, moe_fp4_preamble.PREPARE, moe_fp4_preamble.RUNNER, moe_fp4_preamble.BIAS,
-    moe_fp4_preamble.RELOAD,
+    *moe_fp4_preamble.RELOADS,
 )  # fmt: skip
 LOGGED = ("vllm.hotpath", "INFO")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +13,11 @@ import torch
 
 import vllm_hotpath
 from tests import fake_vllm
-from tests.fake_vllm import ENVS, GATE, LINEAR, PREPARE, RELOAD, RUNNER, TRTLLM, WEIGHTS, wrapped_once
+from tests.fake_vllm import ENVS, GATE, LINEAR, PREPARE, RELOAD, RUNNER, TRTLLM, WEIGHTS, WORKER, wrapped_once
 from tests.helpers import BF16, FP16, assert_same_bits
 from vllm_hotpath import plugin
 from vllm_hotpath.ops import moe_fp4_preamble as ops
+from vllm_hotpath.plugin import targets
 from vllm_hotpath.plugin.features import moe_fp4_preamble as feature
 
 if TYPE_CHECKING:
@@ -74,7 +78,7 @@ def test_the_input_is_quantised_by_our_op(one: Process, tokens: int, dtype: torc
     assert not fake_vllm.load(PREPARE).CALLS
     assert one.lines == [
         "moe_fp4_preamble: on: _quantize_input, MoERunner._forward_impl, TrtLlmNvFp4ExpertsMonolithic.apply, "
-        "finalize_layerwise_processing"
+        "finalize_layerwise_processing, Worker.reload_weights, Worker.finish_weight_update"
     ]
 
 
@@ -86,6 +90,14 @@ def test_a_scale_that_changes_is_read_anew(one: Process) -> None:
     assert_codes(quantize(x, layer), x, 9.0)
     layer.a1_gscale = torch.tensor([11.0, 1.0])
     assert_codes(quantize(x, layer), x, 11.0)
+    # One number for all, and a tensor that is not contiguous.
+    base = torch.tensor([13.0, 1.0, 1.0])
+    for given in (base[:1].expand(4, 4), base.expand(2, 3).T):
+        base[0] = 13.0
+        layer.a1_gscale = given
+        assert_codes(quantize(x, layer), x, 13.0)
+        base[0] = 17.0
+        assert_codes(quantize(x, layer), x, 17.0)
 
 
 STOCK: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -208,13 +220,21 @@ def test_other_numbers_of_tokens_are_quantised_alone(two: Process) -> None:
     assert not fake_vllm.load(PREPARE).CALLS
 
 
-def test_an_input_that_is_not_the_gates_is_quantised_by_itself(two: Process) -> None:
+@pytest.mark.parametrize("factor", [1, 2])
+def test_an_input_that_is_not_the_gates_is_quantised_and_the_gate_given_back(
+    process: Process, monkeypatch: pytest.MonkeyPatch, calls: list[bool], factor: int
+) -> None:
+    turn_on(process, monkeypatch, "2")
     runner, x = make_runner(), activations(2)
-    run(runner, x)
-    runner.change = lambda x: x * 2
-    assert_codes(run(runner, x), x * 2)
-    runner.change = torch.clone
-    assert_codes(run(runner, x), x)
+    runner.change = lambda x: x * factor
+    for _ in range(3):
+        assert_codes(run(runner, x), x * factor)
+    assert calls == [False, True, False, False]
+    assert "forward" not in vars(runner.gate)
+    assert process.lines[1:] == [
+        "moe_fp4_preamble: model.layers.3.mlp.experts stays stock: its experts do not get the input of its "
+        "gate"
+    ]
 
 
 def test_another_quantisation_is_learned_and_the_old_one_not_used(two: Process) -> None:
@@ -331,8 +351,15 @@ def test_the_bias_is_cast_once(one: Process) -> None:
     assert_same_bits(kept, bias.detach().to(BF16))
     assert consumed(bias) is kept
     assert consumed(None) is None
-    half = bias.detach().to(BF16)
+    half = torch.nn.Parameter(bias.detach().to(BF16))
     assert consumed(half) is half
+
+
+def test_a_bias_that_is_no_parameter_of_its_own_is_cast_by_vllm(one: Process) -> None:
+    biases = torch.nn.Parameter(torch.randn(2, EXPERTS))
+    for bias in (biases[0], biases.detach()[1], torch.zeros(EXPERTS)):
+        assert consumed(bias) is bias
+        assert not hasattr(bias, "weight_loader")
 
 
 def test_loads_and_reloads_renew_the_bias(one: Process) -> None:
@@ -354,7 +381,47 @@ def test_loads_and_reloads_renew_the_bias(one: Process) -> None:
     plain.data.copy_(torch.full((EXPERTS,), 5.0))
     assert fake_vllm.load(RELOAD).finalize_layerwise_processing("model", None) == "model"
     assert kept[0].tolist() == [5.0] * EXPERTS
+    # In the format of the kernels there is neither a loader nor a layer.
+    worker = fake_vllm.load(WORKER).Worker()
+    for value, reload in ((6.0, worker.reload_weights), (7.0, worker.finish_weight_update)):
+        with torch.no_grad():
+            plain.copy_(torch.full((EXPERTS,), value))
+        assert reload() == "reloaded"
+        assert kept[0].tolist() == [value] * EXPERTS
     assert consumed(plain) is kept[0]
+
+
+def test_a_load_that_fails_half_way_renews_the_bias_too(one: Process) -> None:
+    def loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        param.data.copy_(loaded_weight)
+        raise OSError("the rest is missing")
+
+    bias = torch.nn.Parameter(torch.zeros(EXPERTS))
+    bias.weight_loader = loader  # type: ignore[attr-defined]
+    kept = consumed(bias)
+    with pytest.raises(OSError, match="the rest is missing"):
+        bias.weight_loader(loaded_weight=torch.ones(EXPERTS), param=bias)  # type: ignore[attr-defined]
+    assert kept.tolist() == [1.0] * EXPERTS
+
+
+def test_a_loader_that_is_put_in_later_is_followed_from_the_next_call_on(one: Process) -> None:
+    bias = torch.nn.Parameter(torch.zeros(EXPERTS))
+    kept = consumed(bias)
+    bias.weight_loader = fake_vllm.load(WEIGHTS).default_weight_loader  # type: ignore[attr-defined]
+    consumed(bias)
+    bias.weight_loader(bias, torch.full((EXPERTS,), 2.0))  # type: ignore[attr-defined]
+    assert kept.tolist() == [2.0] * EXPERTS
+
+
+def test_a_followed_bias_can_be_pickled_and_its_loader_looks_like_vllms(one: Process) -> None:
+    bias = torch.nn.Parameter(torch.ones(EXPERTS))
+    consumed(bias)
+    loader = bias.weight_loader  # type: ignore[attr-defined]
+    assert loader.__name__ == "default_weight_loader"
+    assert list(inspect.signature(loader).parameters) == ["param", "loaded_weight"]
+    again = pickle.loads(pickle.dumps(bias))
+    assert torch.equal(again, bias)
+    assert copy.deepcopy(bias).tolist() == bias.tolist()
 
 
 def test_a_bias_whose_loads_cannot_be_followed_is_cast_by_vllm(one: Process) -> None:
@@ -371,7 +438,7 @@ def test_a_bias_whose_loads_cannot_be_followed_is_cast_by_vllm(one: Process) -> 
 
 
 @pytest.mark.parametrize("value", ["0", "off", ""])
-def test_off(process: Process, value: str) -> None:
+def test_without_a_level_nothing_is_patched(process: Process, value: str) -> None:
     process.set(**{FLAG: value})
     plugin.register()
     assert not process.lines
@@ -412,15 +479,13 @@ def test_where_the_bias_is_taken_in_fp32_it_is_not_cast(
     """What vLLM 0.33.0 is known by: there is nothing to patch, and the rest is on."""
     process.edit(TRTLLM, "topk_group=None,\n", "topk_group=None, routing_replay_out=None,\n")
     process.edit(RELOAD, "return model", "return model, None")
-    for target in (feature.BIAS, feature.RELOAD):
-        from vllm_hotpath.plugin import targets
-
+    for target in (feature.BIAS, *feature.RELOADS):
         found = targets.probe(target, process.root / "vllm", "0").definition
         assert found is not None
         monkeypatch.setitem(target.settled, found.hash, "stand-in")  # type: ignore[arg-type]
     turn_on(process, monkeypatch, "1")
     assert process.lines == []
-    bias = torch.zeros(EXPERTS)
+    bias = torch.nn.Parameter(torch.zeros(EXPERTS))
     assert consumed(bias) is bias
     x = activations(3)
     assert_codes(fake_vllm.load(PREPARE)._quantize_input(x, config()), x)

@@ -151,6 +151,7 @@ def moe_fp4_preamble(
     global_scale: object,
     gate_weight: object | None,
     logits_dtype: str | None,
+    routing_bias: object | None,
     layout: str,
     out: object | None,
     out_scale: object | None,

@@ -62,11 +62,11 @@ def level(name: str, highest: int, environ: Mapping[str, str] | None = None) -> 
     Raises:
         ValueError: its value is none of these.
     """
-    value = (os.environ if environ is None else environ).get(name, "").strip()
-    if value.isdecimal() and int(value) <= highest:
+    value = (os.environ if environ is None else environ).get(name, "").strip().lower()
+    if value in map(str, range(highest + 1)):
         return int(value)
     try:
-        return int(bool(_MEANINGS[value.lower()]))
+        return int(bool(_MEANINGS[value]))
     except KeyError:
         raise ValueError(f"{name}={value}: expected 0 to {highest}") from None
 

@@ -29,7 +29,7 @@ GENERIC = (
     feature.CONCAT, moe_router.RUNNER, moe_router.GROUPED, moe_router.TOPK, kda_decode.LINEAR,
     moe_fp4_preamble.QUANTIZE, moe_fp4_preamble.PREPARE, moe_fp4_preamble.RUNNER,
 )  # fmt: skip
-WITH_BF16_BIAS = (moe_fp4_preamble.BIAS, moe_fp4_preamble.RELOAD)
+WITH_BF16_BIAS = (moe_fp4_preamble.BIAS, *moe_fp4_preamble.RELOADS)
 WITH_K3 = (
     feature.DCP_LOOP, feature.K3_CONCAT, feature.K3_QUANT, feature.K3_DCP_PACK, moe_router.K3_GATE,
     kda_decode.K3_SUPPORTED, kda_decode.K3_INIT, kda_decode.K3_OP,
@@ -120,7 +120,7 @@ def test_probes_know_the_installed_version(vllm: tuple[Path, str]) -> None:
             assert found.definition is not None
             assert vllm[1] in target.hashes[found.definition.hash].split(" and ")
         else:
-            assert found.missing
+            assert found.nothing_to_patch
 
 
 def test_doctors_table_says_what_can_be_turned_on(vllm: tuple[Path, str]) -> None:
@@ -139,7 +139,7 @@ def test_doctors_table_says_what_can_be_turned_on(vllm: tuple[Path, str]) -> Non
         ("kda_decode", "on", True, 4 if newest else 1),
         ("moe_router", "on", True, 4 if newest else 3),
         # Level 1.
-        ("moe_fp4_preamble", "on", True, 2 if newest else 4),
+        ("moe_fp4_preamble", "on", True, 2 if newest else 6),
     ]
     assert (k3["state"], k3["available"]) == (("on", True) if newest else ("stock", False))
     assert len(generic["patches"]) == (4 if newest else 1)
@@ -169,7 +169,7 @@ def test_edited_sources_are_another_version(vllm: tuple[Path, str], tmp_path: Pa
         drifted = targets.probe(target, tmp_path, version, force=True)
         assert "has an unknown signature (extra, " in drifted.problem
         (tmp_path / stem).write_text(source.replace(f"def {name}(", f"def {name}_2("))
-        assert targets.probe(target, tmp_path, version).missing
+        assert targets.probe(target, tmp_path, version).nothing_to_patch
 
 
 def test_without_flags_every_object_is_stock(processes: Processes) -> None:

@@ -58,8 +58,8 @@ def test_the_installed_version_is_known(vllm: tuple[Path, str]) -> None:
     absent = {mla_two_stream.UPDATE, moe_shared_experts.NATIVE} if is_0_22 else set(SHARED[:2])
     for target in (*TWO_STREAM, *SHARED[:2], moe_shared_experts.NATIVE, *(SHARED[2:] if is_0_22 else ())):
         found = targets.probe(target, *vllm)
-        assert found.missing == (target in absent), target
-        if not found.missing:
+        assert found.nothing_to_patch == (target in absent), target
+        if not found.nothing_to_patch:
             assert not found.problem
             assert found.definition is not None
             assert target.hashes[found.definition.hash] == vllm[1]

@@ -39,7 +39,8 @@ def is_supported(op: str, device: torch.device | str | int | None = None, **size
         device: a torch device, its name or a CUDA index; None is the current CUDA device, or the CPU
             where there is no CUDA.
         sizes: of the call, for ops that have limits: ``moe_router`` takes ``tokens``, ``experts``, ``top_k``
-            and ``n_group``.
+            and ``n_group``, ``moe_fp4_preamble`` the ``tokens`` and ``experts`` of a call with a gate (other
+            calls of it take any number of tokens).
 
     Returns:
         ``Support(ok, reason)``; ``reason`` is empty when the op runs there.

@@ -11,17 +11,13 @@ import torch
 
 from vllm_hotpath import _core
 from vllm_hotpath.ops import allocate, limit, plain, register, through_dispatcher
+from vllm_hotpath.ops.moe_router import LOGITS_DTYPES, MAX_TOKENS
 from vllm_hotpath.ops.nvfp4_quant import make_outputs
 from vllm_hotpath.routing_bias import DTYPES as BIAS_DTYPES
-from vllm_hotpath.routing_bias import routing_bias as bias_in
+from vllm_hotpath.routing_bias import cast_once
 
 if TYPE_CHECKING:
     from vllm_hotpath.ops.nvfp4_quant import ScaleLayout
-
-MAX_TOKENS = 32
-"""Tokens of a call with a gate. Above, the gate is a matrix product that cuBLAS does well."""
-
-_DTYPES = {None: None, torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class MoePreamble(NamedTuple):
@@ -53,25 +49,28 @@ def moe_fp4_preamble(
     out_scale: torch.Tensor | None = None,
     out_logits: torch.Tensor | None = None,
 ) -> MoePreamble:
-    """Make everything that a MoE layer hands to FlashInfer's TRT-LLM kernel, in one launch.
+    """Quantise activations to NVFP4 and, with a gate, compute the router logits, in one launch.
 
-    Codes and scales are those of ``nvfp4_quantize``, bit for bit. With a gate the same launch computes
-    ``hidden_states @ gate_weight.T``, with fp32 sums rounded once; these differ from cuBLAS in the order of
-    summation only. Without one, logits are the caller's business and the call is lossless.
+    With the routing bias in the dtype that the consumer takes, the result is what a MoE layer hands to
+    FlashInfer's TRT-LLM kernels. Codes and scales are those of ``nvfp4_quantize``, bit for bit. With a gate
+    the same launch computes ``hidden_states @ gate_weight.T``, with fp32 sums rounded once; these differ from
+    cuBLAS in the order of summation only. Without one, logits are the caller's business and the call is
+    lossless.
 
     ``M`` is the number of tokens, ``K`` the hidden size, ``E`` the number of experts.
 
     Args:
         hidden_states: ``[M, K]``, bf16 (without a gate fp16, too). Row stride and base free, element
-            stride 1. ``K`` is a multiple of 16. With a gate ``M`` is from 0 to 32.
+            stride 1. ``K`` is a multiple of 16 up to 2^24. With a gate ``M`` is from 0 to 32.
         global_scale: fp32 tensor of one element, as for ``nvfp4_quantize``.
         gate_weight: bf16 ``[E, K]``, ``E`` from 1 to 1024. Row stride free, column stride 1. Must not be
             written by the kernel that runs before in the stream: it is read early.
         logits_dtype: ``torch.bfloat16`` or ``torch.float32``; None is bf16. Only with a gate.
         routing_bias: bf16, fp16 or fp32 ``[E]``.
-        bias_dtype: what the consumer takes, bf16, fp16 or fp32; None leaves the bias as it is. A bias of
-            another dtype is cast once and kept (:func:`vllm_hotpath.refresh_routing_bias` renews it after a
-            reload that torch does not see).
+        bias_dtype: what the consumer takes, bf16, fp16 or fp32; None leaves the bias as it is, and without a
+            bias there is none. A bias of another dtype is cast once and kept
+            (:func:`vllm_hotpath.refresh_routing_bias` renews it after a reload that torch does not see).
+            Under ``torch.compile``, modes and tensor subclasses it is cast in every call.
         layout: of the scales, as for ``nvfp4_quantize``.
         out: contiguous uint8 ``[M, K/2]``, base aligned to 8 bytes. None allocates it.
         out_scale: as for ``nvfp4_quantize``. None allocates uint8.
@@ -87,57 +86,45 @@ def moe_fp4_preamble(
             more than 32 tokens (``is_supported("moe_fp4_preamble", device, tokens=M)`` says so beforehand).
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
-    if logits_dtype not in _DTYPES:
-        raise TypeError(
-            f"moe_fp4_preamble: logits_dtype: expected torch.bfloat16 or torch.float32, got {logits_dtype}"
-        )
-    if routing_bias is not None:
-        _check_bias(routing_bias, bias_dtype, hidden_states, gate_weight)
+    dtypes = {"logits_dtype": (logits_dtype, LOGITS_DTYPES), "bias_dtype": (bias_dtype, BIAS_DTYPES)}
+    for argument, (given, allowed) in dtypes.items():
+        if given is not None and not (isinstance(given, torch.dtype) and given in allowed):
+            expected = " or ".join(map(str, allowed))
+            raise TypeError(f"moe_fp4_preamble: {argument}: expected {expected}, got {given}")
     if through_dispatcher(hidden_states, global_scale, gate_weight, routing_bias, out, out_scale, out_logits):
         out, out_scale = make_outputs(hidden_states, hidden_states.shape[-1], layout, out, out_scale)
         if gate_weight is not None and out_logits is None:
             shape = (hidden_states.shape[0], gate_weight.shape[0])
             out_logits = hidden_states.new_empty(shape, dtype=logits_dtype or torch.bfloat16)
         torch.ops.vllm_hotpath.moe_fp4_preamble(
-            hidden_states, global_scale, gate_weight, logits_dtype, layout, out, out_scale, out_logits
+            hidden_states,
+            global_scale,
+            gate_weight,
+            logits_dtype,
+            routing_bias,
+            layout,
+            out,
+            out_scale,
+            out_logits,
         )
-        if routing_bias is not None and bias_dtype is not None:
-            routing_bias = routing_bias.to(bias_dtype)
+        if routing_bias is not None and bias_dtype not in (None, routing_bias.dtype):
+            routing_bias = routing_bias.detach().to(bias_dtype)
         return MoePreamble(out, out_scale, out_logits, routing_bias)
-    if routing_bias is not None and bias_dtype is not None:
-        routing_bias = bias_in(routing_bias, bias_dtype)
     packed, scales, logits = _core.moe_fp4_preamble(
         hidden_states,
         global_scale,
         gate_weight,
-        _DTYPES[logits_dtype],
+        LOGITS_DTYPES.get(logits_dtype),
+        routing_bias,
         layout,
         out,
         out_scale,
         out_logits,
         allocate,
     )
+    if routing_bias is not None and bias_dtype is not None:
+        routing_bias = cast_once(routing_bias, bias_dtype)
     return MoePreamble(packed, scales, logits, routing_bias)
-
-
-def _check_bias(
-    bias: torch.Tensor,
-    dtype: torch.dtype | None,
-    hidden_states: torch.Tensor,
-    gate_weight: torch.Tensor | None,
-) -> None:
-    op = "moe_fp4_preamble"
-    for name, given in (("routing_bias", bias.dtype), ("bias_dtype", dtype or bias.dtype)):
-        if given not in BIAS_DTYPES:
-            raise TypeError(f"{op}: {name}: expected dtype bfloat16 or float16 or float32, got {given}")
-    experts = bias.numel() if gate_weight is None else gate_weight.shape[0]
-    if tuple(bias.shape) != (experts,):
-        raise ValueError(f"{op}: routing_bias: expected shape [{experts}] (experts), got {list(bias.shape)}")
-    if bias.device != hidden_states.device:
-        raise ValueError(
-            f"{op}: routing_bias: expected device {hidden_states.device} (that of hidden_states), "
-            f"got {bias.device}"
-        )
 
 
 def _moe_fp4_preamble(
@@ -145,6 +132,7 @@ def _moe_fp4_preamble(
     global_scale: torch.Tensor,
     gate_weight: torch.Tensor | None,
     logits_dtype: torch.dtype | None,
+    routing_bias: torch.Tensor | None,
     layout: str,
     out: torch.Tensor,
     out_scale: torch.Tensor,
@@ -154,7 +142,8 @@ def _moe_fp4_preamble(
         plain(hidden_states),
         plain(global_scale),
         plain(gate_weight),
-        _DTYPES[logits_dtype],
+        None if logits_dtype is None else LOGITS_DTYPES.get(logits_dtype, str(logits_dtype)),
+        plain(routing_bias),
         layout,
         plain(out),
         plain(out_scale),
@@ -171,8 +160,8 @@ limit("moe_fp4_preamble", tokens=(0, MAX_TOKENS), experts=(1, 1024))
 
 register(
     "moe_fp4_preamble",
-    "(Tensor hidden_states, Tensor global_scale, Tensor? gate_weight, ScalarType? logits_dtype, str layout, "
-    "Tensor(a!) out, Tensor(b!) out_scale, Tensor(c!)? out_logits) -> ()",
+    "(Tensor hidden_states, Tensor global_scale, Tensor? gate_weight, ScalarType? logits_dtype, "
+    "Tensor? routing_bias, str layout, Tensor(a!) out, Tensor(b!) out_scale, Tensor(c!)? out_logits) -> ()",
     _moe_fp4_preamble,
     _fake_moe_fp4_preamble,
 )

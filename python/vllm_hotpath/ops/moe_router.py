@@ -13,7 +13,8 @@ from vllm_hotpath.ops import allocate, limit, plain, register, through_dispatche
 MAX_TOKENS = 32
 """Tokens of a call. Above, the gate is a matrix product that cuBLAS does well."""
 
-_DTYPES = {None: None, torch.bfloat16: "bfloat16", torch.float32: "float32"}
+LOGITS_DTYPES: dict[torch.dtype | None, str] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+"""Of a gate's logits, by their names in the extension."""
 
 
 def moe_router(
@@ -83,7 +84,9 @@ def moe_router(
             tokens (``is_supported("moe_router", device, tokens=M)`` says so beforehand).
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
-    if logits_dtype not in _DTYPES:
+    if logits_dtype is not None and not (
+        isinstance(logits_dtype, torch.dtype) and logits_dtype in LOGITS_DTYPES
+    ):
         raise TypeError(
             f"moe_router: logits_dtype: expected torch.bfloat16 or torch.float32, got {logits_dtype}"
         )
@@ -121,7 +124,7 @@ def moe_router(
         scoring,
         renormalize,
         routed_scaling_factor,
-        _DTYPES[logits_dtype],
+        LOGITS_DTYPES.get(logits_dtype),
         out_logits,
         topk_weights,
         topk_ids,
@@ -157,7 +160,7 @@ def _moe_router(
         scoring,
         renormalize,
         routed_scaling_factor,
-        _DTYPES[logits_dtype],
+        None if logits_dtype is None else LOGITS_DTYPES.get(logits_dtype, str(logits_dtype)),
         plain(out_logits),
         plain(topk_weights),
         plain(topk_ids),

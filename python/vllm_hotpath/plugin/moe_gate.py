@@ -6,10 +6,23 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm_hotpath.plugin.targets import Target
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
+
+# Calls the gates that runners hold.
+RUNNER = Target(
+    module="vllm.model_executor.layers.fused_moe.runner.moe_runner",
+    names=("MoERunner._forward_impl",),
+    signatures=(
+        "self, hidden_states, router_logits, shared_experts_input, input_ids=None",
+        "self, layer, hidden_states, router_logits, shared_experts_input, input_ids=None",
+    ),
+    hashes={"2d358e9a2a7a5b4c": "0.33.0", "c2861cf2768b8e2b": "0.22.1"},
+)
 
 _DSV3_GEMM_TOKENS = 16
 
@@ -32,6 +45,18 @@ def reason(runner: Any, gate: Any) -> str:
         return "its tokens or logits are gathered from other ranks"
     if config.moe_parallel_config.use_all2all_kernels:
         return "its tokens are dispatched by all2all kernels"
+    return ""
+
+
+def weight_reason(gate: Any, dtypes: set[torch.dtype]) -> str:
+    """Why the weight or the logits of a gate are not for our kernels; empty if they are."""
+    import torch
+
+    weight, logits_dtype = gate.weight, out_dtype(gate)
+    if weight.dtype not in dtypes or weight.dim() != 2 or weight.stride(1) != 1:
+        return f"its gate weight is {weight.dtype} {tuple(weight.shape)} with strides {weight.stride()}"
+    if logits_dtype not in {None, torch.bfloat16, torch.float32}:
+        return f"its logits are {logits_dtype}"
     return ""
 
 
@@ -91,6 +116,25 @@ def errors_of(layer_name: str | None) -> Iterator[None]:
         if layer_name is None or type(error) not in {TypeError, ValueError, RuntimeError}:
             raise
         raise type(error)(f"{layer_name}: {error}") from error
+
+
+def hook(
+    runner: Any,
+    gate: Any,
+    reason: Callable[[Any, Any], str],
+    make: Callable[[Any, Any], Gate],
+    say: Notices,
+) -> None:
+    """Put ``make(runner, gate)`` in the place of the gate's ``forward``, or say why not."""
+    try:
+        why = reason(runner, gate)
+        if not why:
+            gate.forward = make(runner, gate)
+            return
+    except Exception as error:
+        say(runner.layer_name, f"{type(error).__name__}: {error}", logging.WARNING)
+    else:
+        say(runner.layer_name, why)
 
 
 class Notices:

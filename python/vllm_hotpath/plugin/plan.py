@@ -130,13 +130,13 @@ def resolve(feature: Feature, environ: Mapping[str, str] | None = None) -> Resol
             return Resolution(plan, problem=need.otherwise)
     for target in plan.known:
         probe = targets.probe(target, root, version, force=force)
-        if probe.problem and not probe.missing:
+        if probe.problem and not probe.nothing_to_patch:
             return Resolution(plan, problem=probe.problem)
     patches = []
     for patch in plan.patches:
         # A kill switch does not build on what it takes away, so an unknown source is no reason to leave it.
         probe = targets.probe(patch.target, root, version, force=force or plan.state == STOCK)
-        if probe.missing and (patch.optional or plan.state == STOCK):
+        if probe.nothing_to_patch and (patch.optional or plan.state == STOCK):
             continue
         if probe.problem or probe.definition is None:
             return Resolution(plan, problem=probe.problem)

@@ -56,11 +56,11 @@ class Definition(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a probe found: no ``problem`` if the target may be patched; ``missing``: nothing to patch."""
+    """What a probe found: no ``problem`` if it may be patched; it may be absent or need no patch."""
 
     definition: Definition | None
     problem: str
-    missing: bool = False
+    nothing_to_patch: bool = False
 
 
 def find_vllm() -> tuple[Path, str] | None:
@@ -83,10 +83,12 @@ def probe(target: Target, root: Path, version: str, *, force: bool = False) -> P
     definitions = _definitions_of(target.source_module, root)
     definition = next((definitions[name] for name in target.names if name in definitions), None)
     if definition is None:
-        return Probe(None, f"vLLM {version} has no {target.source_module}.{target.names[0]}", missing=True)
+        return Probe(
+            None, f"vLLM {version} has no {target.source_module}.{target.names[0]}", nothing_to_patch=True
+        )
     where = f"{target.source_module}.{definition.name}"
     if definition.hash in target.settled:
-        return Probe(definition, f"{where} of vLLM {version} needs no patch", missing=True)
+        return Probe(definition, f"{where} of vLLM {version} needs no patch", nothing_to_patch=True)
     if definition.signature not in target.signatures:
         problem = f"{where} of vLLM {version} has an unknown signature ({definition.signature})"
         return Probe(definition, problem)

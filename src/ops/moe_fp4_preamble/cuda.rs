@@ -5,7 +5,7 @@ use super::{PREAMBLE, Plan};
 use crate::cuda::launch::{FastDiv, Launch, Params, Stream, launch};
 use crate::cuda::module::Kernel;
 use crate::error::Result;
-use crate::gate::{GateOperands, THREADS};
+use crate::gate::{BLOCK_THREADS, GateOperands};
 use crate::nvfp4::BLOCK;
 use crate::ops::nvfp4_quant::{OutputParams, output_params, padding_pieces};
 use crate::tensor::DType;
@@ -49,19 +49,20 @@ unsafe impl Params for PreambleParams {}
 const _: () = assert!(size_of::<PreambleParams>() == 136);
 
 pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
-    let gate = &plan.gate;
+    let (gate, logits) = (&plan.gate, plan.logits.tensor());
     let cluster = gate.cluster_blocks();
     let (tokens, cols) = (gate.tokens(), gate.hidden.shape()[1] / BLOCK as i64);
     let out = output_params(&plan.out, cols);
     // At most 32 tokens of 2^20 blocks.
     let units = tokens as u32 * out.scale_cols;
-    let quant_blocks = units.div_ceil(THREADS);
-    let padding_blocks = padding_pieces(plan.out.layout, tokens, cols).div_ceil(u64::from(THREADS)) as u32;
+    let quant_blocks = units.div_ceil(BLOCK_THREADS);
+    let padding_blocks =
+        padding_pieces(plan.out.layout, tokens, cols).div_ceil(u64::from(BLOCK_THREADS)) as u32;
     let params = PreambleParams {
         gate: gate.operands(),
         out,
-        logits: plan.logits.data,
-        logits_row: plan.logits.stride(0),
+        logits: logits.data,
+        logits_row: logits.stride(0),
         scale_cols: FastDiv::new(out.scale_cols),
         cols: cols as u32,
         units,
@@ -69,7 +70,7 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         quant_blocks,
         padding_blocks,
         cluster_log2: cluster.ilog2(),
-        logits_bf16: (plan.logits.dtype == DType::BF16).into(),
+        logits_bf16: (logits.dtype == DType::BF16).into(),
     };
     let kernel = match (gate.is_aligned(), tokens) {
         (false, _) => &ANY,
@@ -79,6 +80,6 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
     };
     // Whole clusters.
     let grid = (params.gate_blocks + quant_blocks + padding_blocks).next_multiple_of(cluster);
-    let shape = Launch { grid: u64::from(grid), block: THREADS, shared_bytes: 0, cluster };
+    let shape = Launch { grid: u64::from(grid), block: BLOCK_THREADS, shared_bytes: 0, cluster };
     launch(PREAMBLE.name, kernel, index, stream, shape, &params)
 }

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use super::{Op, carry_out, nvfp4_quant, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
-use crate::gate::{self, Gate};
+use crate::gate::{Gate, Logits};
 use crate::nvfp4::BLOCK;
 use crate::tensor::{DType, Tensor};
 use nvfp4_quant::{Outputs, Quantized};
@@ -21,11 +21,12 @@ use nvfp4_quant::{Outputs, Quantized};
 pub const PREAMBLE: Op = Op { name: "moe_fp4_preamble", stem: "moe_fp4_preamble", kernels: cuda::KERNELS };
 
 const EXPERTS: RangeInclusive<i64> = 1..=1024;
+const BIASES: [DType; 3] = [DType::BF16, DType::F16, DType::F32];
 
 /// Checked arguments of a call with a gate.
 struct Plan<'a> {
     gate: Gate<'a>,
-    logits: &'a Tensor,
+    logits: Logits<'a>,
     out: Quantized<'a>,
 }
 
@@ -37,8 +38,8 @@ fn only_with_gate(argument: &'static str, got: &str) -> Error {
 type Made<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
 #[pyfunction]
-#[pyo3(signature = (hidden_states, global_scale, gate_weight, logits_dtype, layout, out, out_scale, out_logits,
-    allocate, /))]
+#[pyo3(signature = (hidden_states, global_scale, gate_weight, logits_dtype, routing_bias, layout, out, out_scale,
+    out_logits, allocate, /))]
 #[expect(clippy::too_many_arguments, reason = "the arguments of the op")]
 pub fn moe_fp4_preamble<'py>(
     py: Python<'py>,
@@ -46,6 +47,7 @@ pub fn moe_fp4_preamble<'py>(
     global_scale: &Bound<'py, PyAny>,
     gate_weight: Option<&Bound<'py, PyAny>>,
     logits_dtype: Option<&str>,
+    routing_bias: Option<&Bound<'py, PyAny>>,
     layout: &Bound<'py, PyAny>,
     out: Option<&Bound<'py, PyAny>>,
     out_scale: Option<&Bound<'py, PyAny>>,
@@ -68,27 +70,18 @@ pub fn moe_fp4_preamble<'py>(
             arguments.read(object, &mut weight)?;
             let gate = Gate::check(&hidden, &weight, BLOCK as i64, &[DType::BF16], &EXPERTS)?;
             weight.expect_device(hidden.device, hidden.name)?;
-            let dtype = match logits_dtype {
-                None | Some("bfloat16") => DType::BF16,
-                Some("float32") => DType::F32,
-                Some(other) => {
-                    let (expected, got) = ("bfloat16 or float32".into(), other.into());
-                    return Err(Error::Value { op, argument: "logits_dtype", expected, got });
-                }
-            };
+            let dtype = Logits::dtype(op, logits_dtype, DType::BF16)?;
             let object = output(out_logits, allocate, hidden.device, &[rows, gate.experts()], dtype)?;
             arguments.read(&object, &mut logits)?;
             made_logits = Some(object);
-            gate::check_logits(&logits, dtype, rows, gate.experts())?;
-            logits.expect_device(hidden.device, hidden.name)?;
-            logits.expect_aligned(dtype.size())?;
-            logits.expect_writable()?;
+            let logits = Logits::check(&logits, dtype, &gate)?;
+            logits.tensor().expect_device(hidden.device, hidden.name)?;
+            logits.tensor().expect_aligned(dtype.size())?;
             inputs.push(&weight);
             for input in &inputs {
-                logits.expect_apart_from(input)?;
+                logits.tensor().expect_apart_from(input)?;
             }
-            inputs.push(&logits);
-            Some(gate)
+            Some((gate, logits))
         }
         None if out_logits.is_some() => return Err(only_with_gate("out_logits", "a tensor")),
         None => match logits_dtype {
@@ -96,6 +89,24 @@ pub fn moe_fp4_preamble<'py>(
             None => None,
         },
     };
+    // What becomes of the bias is the caller's: here it is only checked, and kept from being written.
+    let mut bias = Tensor::unset(op, "routing_bias");
+    if let Some(object) = routing_bias {
+        arguments.read(object, &mut bias)?;
+        bias.expect_dtype(&BIASES)?;
+        match &gate {
+            Some((gate, _)) => bias.expect_shape(&[gate.experts()], "experts of gate_weight")?,
+            None => bias.expect_rank(&["experts"])?,
+        }
+        bias.expect_device(hidden.device, hidden.name)?;
+        inputs.push(&bias);
+    }
+    if let Some((_, logits)) = &gate {
+        if routing_bias.is_some() {
+            logits.tensor().expect_apart_from(&bias)?;
+        }
+        inputs.push(logits.tensor());
+    }
 
     let (mut packed, mut scales) = (Tensor::unset(op, "out"), Tensor::unset(op, "out_scale"));
     let made = Outputs::read(
@@ -112,8 +123,8 @@ pub fn moe_fp4_preamble<'py>(
     match gate {
         None => nvfp4_quant::run(py, &arguments, &nvfp4_quant::Plan::of_rows(op, &hidden, out))?,
         Some(_) if rows == 0 => (),
-        Some(gate) => {
-            let plan = Plan { gate, logits: &logits, out };
+        Some((gate, logits)) => {
+            let plan = Plan { gate, logits, out };
             let cuda = |index, stream| cuda::run(&plan, index, stream);
             carry_out(py, &arguments, hidden.device, || run_on_cpu(&plan), cuda)?;
         }
@@ -122,9 +133,9 @@ pub fn moe_fp4_preamble<'py>(
 }
 
 fn run_on_cpu(plan: &Plan<'_>) {
-    let logits = plan.gate.logits(plan.logits.dtype);
+    let logits = plan.gate.logits(plan.logits.tensor().dtype);
     for (token, logits) in logits.chunks_exact(plan.gate.experts() as usize).enumerate() {
-        gate::store_row(plan.logits, token, logits);
+        plan.logits.store(token, logits);
     }
     nvfp4_quant::Plan::of_rows(PREAMBLE.name, plan.gate.hidden, plan.out).run_on_cpu();
 }

@@ -3,14 +3,14 @@
 use std::cmp::Reverse;
 
 use super::{Plan, Scoring, Selection};
-use crate::gate::{round_to_bf16, store_row};
+use crate::gate::round_to_bf16;
 use crate::tensor::DType;
 
 pub fn run(plan: &Plan<'_>) {
     let logits = plan.gate.logits(plan.logits_dtype);
     for (token, logits) in logits.chunks_exact(plan.gate.experts() as usize).enumerate() {
         if let Some(out) = plan.logits {
-            store_row(out, token, logits);
+            out.store(token, logits);
         }
         let selected = select(plan, logits);
         for (place, (expert, weight)) in selected.into_iter().enumerate() {

@@ -7,7 +7,7 @@ use super::{Plan, ROUTER, Scoring, Selection};
 use crate::cuda::launch::{Launch, Params, Stream, launch};
 use crate::cuda::module::Kernel;
 use crate::error::Result;
-use crate::gate::{GateOperands, THREADS};
+use crate::gate::{BLOCK_THREADS, GateOperands, Logits};
 use crate::tensor::DType;
 
 /// Of the kernels: `kTickets`.
@@ -82,11 +82,11 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
     let params = RouterParams {
         gate: gate.operands(),
         bias: pointer(plan.bias),
-        logits: pointer(plan.logits),
+        logits: pointer(plan.logits.map(Logits::tensor)),
         scratch: pointer(plan.workspace),
         weights: plan.topk_weights.data,
         ids: plan.topk_ids.data,
-        logits_row: plan.logits.map_or(0, |logits| logits.stride(0)),
+        logits_row: plan.logits.map_or(0, |logits| logits.tensor().stride(0)),
         scaling: choice.scaling,
         cluster_log2: gate.cluster_blocks().ilog2(),
         ticket: ticket(stream.is_capturing()),
@@ -114,7 +114,7 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
     };
     let shape = Launch {
         grid: u64::from(gate.blocks()),
-        block: THREADS,
+        block: BLOCK_THREADS,
         shared_bytes: 0,
         cluster: gate.cluster_blocks(),
     };

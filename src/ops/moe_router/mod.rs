@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use super::{Op, carry_out, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
-use crate::gate::{self, Gate};
+use crate::gate::{self, Gate, Logits};
 use crate::tensor::{DType, Device, Tensor};
 
 pub const ROUTER: Op = Op { name: "moe_router", stem: "moe_router", kernels: cuda::KERNELS };
@@ -58,7 +58,7 @@ struct Plan<'a> {
     bias: Option<&'a Tensor>,
     /// bf16 or fp32.
     logits_dtype: DType,
-    logits: Option<&'a Tensor>,
+    logits: Option<Logits<'a>>,
     choice: Choice,
     topk_weights: &'a Tensor,
     topk_ids: &'a Tensor,
@@ -162,12 +162,7 @@ pub fn moe_router<'py>(
     let (tokens, experts) = (gate.tokens(), gate.experts());
     let options = Options { top_k, n_group, topk_group, scoring, renormalize, routed_scaling_factor };
     let choice = options.check(experts)?;
-    let logits_dtype = match logits_dtype {
-        None => weight.dtype,
-        Some("bfloat16") => DType::BF16,
-        Some("float32") => DType::F32,
-        Some(other) => return Err(option_error("logits_dtype", "bfloat16 or float32", other)),
-    };
+    let logits_dtype = Logits::dtype(op, logits_dtype, weight.dtype)?;
 
     let mut correction = Tensor::unset(op, "bias");
     if let Some(bias) = bias {
@@ -180,8 +175,8 @@ pub fn moe_router<'py>(
     let mut logits = Tensor::unset(op, "out_logits");
     if let Some(out) = out_logits {
         arguments.read(out, &mut logits)?;
-        gate::check_logits(&logits, logits_dtype, tokens, experts)?;
     }
+    let logits = out_logits.map(|_| Logits::check(&logits, logits_dtype, &gate)).transpose()?;
 
     let weights_object = output(topk_weights, allocate, hidden.device, &[tokens, top_k], DType::F32)?;
     let ids_object = output(topk_ids, allocate, hidden.device, &[tokens, top_k], DType::I32)?;
@@ -206,10 +201,10 @@ pub fn moe_router<'py>(
         }
     }
 
-    let logits = out_logits.map(|_| &logits);
     let correction = bias.map(|_| &correction);
     let scratch = (workspace.is_some() || (on_gpu && tokens > 0)).then_some(&scratch);
-    let outputs: Vec<&Tensor> = [&weights_out, &ids_out].into_iter().chain(logits).chain(scratch).collect();
+    let outputs: Vec<&Tensor> =
+        [&weights_out, &ids_out].into_iter().chain(logits.map(Logits::tensor)).chain(scratch).collect();
     let inputs: Vec<&Tensor> = [&hidden, &weight].into_iter().chain(correction).collect();
     for (i, out) in outputs.iter().enumerate() {
         out.expect_device(hidden.device, "hidden_states")?;

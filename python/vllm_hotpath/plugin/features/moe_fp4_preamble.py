@@ -11,7 +11,6 @@ gate has seen it use before. Everything else is quantised by itself.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,20 +34,12 @@ QUANTIZE = Target(
     signatures=("a1, quant_config, defer_input_quant=False",),
     hashes={"79b8cd6f9a4c2b2c": "0.33.0", "241d5cec59a1f459": "0.22.1"},
 )
+RUNNER = moe_gate.RUNNER
 PREPARE = Target(
     module=_PREPARE,
     names=("MoEPrepareAndFinalizeNoDPEPMonolithic.prepare",),
     signatures=("self, a1, router_logits, quant_config, defer_input_quant=False",),
     hashes={"f178c4bd7b4b28f7": "0.33.0 and 0.22.1"},
-)
-RUNNER = Target(
-    module=f"{_MOE}.runner.moe_runner",
-    names=("MoERunner._forward_impl",),
-    signatures=(
-        "self, hidden_states, router_logits, shared_experts_input, input_ids=None",
-        "self, layer, hidden_states, router_logits, shared_experts_input, input_ids=None",
-    ),
-    hashes={"2d358e9a2a7a5b4c": "0.33.0", "c2861cf2768b8e2b": "0.22.1"},
 )
 # vLLM 0.33.0 hands the fp32 bias on as it is, and so must we: in bf16 other experts are selected.
 BIAS = Target(
@@ -62,31 +53,48 @@ BIAS = Target(
     hashes={"7b90a51960a0ea8a": "0.22.1"},
     settled={"8580333b579a6d7e": "0.33.0"},
 )
-# Ends every reload of weights that goes layer by layer; it writes where torch does not count versions.
-RELOAD = Target(
-    module="vllm.model_executor.model_loader.reload.layerwise",
-    names=("finalize_layerwise_processing",),
-    signatures=("model, model_config",),
-    hashes={"1b26a2a66d99aca7": "0.22.1"},
-    settled={"db59bf9798b9eaed": "0.33.0"},
+# Where reloads of weights end. They write where torch counts no versions, or between replays of a graph, when
+# nothing asks for the bias.
+_WORKER = "vllm.v1.worker.gpu_worker"
+RELOADS = (
+    Target(
+        module="vllm.model_executor.model_loader.reload.layerwise",
+        names=("finalize_layerwise_processing",),
+        signatures=("model, model_config",),
+        hashes={"1b26a2a66d99aca7": "0.22.1"},
+        settled={"db59bf9798b9eaed": "0.33.0"},
+    ),
+    Target(
+        module=_WORKER,
+        names=("Worker.reload_weights",),
+        signatures=("self, *args, **kwargs",),
+        hashes={"0e666b031d264e81": "0.22.1"},
+        settled={"2a950f95ebd5d37b": "0.33.0"},
+    ),
+    Target(
+        module=_WORKER,
+        names=("Worker.finish_weight_update",),
+        signatures=("self",),
+        hashes={"104bf769f700a016": "0.22.1"},
+        settled={"044fc64de1cb0d49": "0.33.0"},
+    ),
 )
 
 GATE_TOKENS = 16
-"""Tokens of a call whose gate is taken."""
+"""Tokens of a call whose gate is taken: what the op is meant to win at. Not measured yet."""
 
 _BLOCK = 16
-# Attributes of a runner that has been looked at, of the logits, of a quantisation's description, of a bias.
+# Attributes of a runner that has been looked at, of the logits, of a quantisation's description.
 _SEEN = "_vllm_hotpath_preamble_seen"
 _PREPARED = "_vllm_hotpath_prepared"
 _SCALE = "_vllm_hotpath_scale"
-_FOLLOWED = "_vllm_hotpath_followed"
 
 
 # ---- Level 1: the quantiser ----
 
 
 class _Thread(threading.local):
-    """The layer that the calling thread runs."""
+    """The layer that the calling thread runs: a launch that CUDA refuses is an error that names it."""
 
     layer_name: str | None = None
 
@@ -95,18 +103,23 @@ _thread = _Thread()
 
 
 def _scale(quant_config: Any, defer_input_quant: bool) -> torch.Tensor | None:
-    """The global scale of a quantisation to NVFP4 with linear scales, of one element; None for any other."""
+    """The global scale of a quantisation to NVFP4 with linear scales, of one element; None for any other.
+
+    None, too, in code that is compiled.
+    """
     import torch
 
-    if defer_input_quant or not quant_config.use_nvfp4_w4a4 or quant_config.is_scale_swizzled:
+    if torch.compiler.is_compiling() or defer_input_quant:
+        return None
+    if not quant_config.use_nvfp4_w4a4 or quant_config.is_scale_swizzled:
         return None
     given = quant_config.a1_gscale
     if not isinstance(given, torch.Tensor) or given.dtype != torch.float32 or not given.numel():
         return None
     known: tuple[torch.Tensor, torch.Tensor] | None = getattr(quant_config, _SCALE, None)
-    if known is None or known[0] is not given:
-        # vLLM's kernel reads the first element of any number.
-        known = given, given.detach().reshape(-1)[:1]
+    if known is None or known[0] is not given or known[1].data_ptr() != given.data_ptr():
+        # vLLM's kernel reads the first element of any number. A view: the scale may be changed in place.
+        known = given, given.detach().as_strided((1,), (1,))
         object.__setattr__(quant_config, _SCALE, known)
     return known[1]
 
@@ -122,8 +135,7 @@ def _takes(x: torch.Tensor) -> bool:
     import torch
 
     return (
-        not torch.compiler.is_compiling()
-        and x.dim() == 2
+        x.dim() == 2
         and x.shape[0] > 0
         and x.shape[1] > 0
         and x.shape[1] % _BLOCK == 0
@@ -159,6 +171,7 @@ class _Prepared(NamedTuple):
     gate: _Gate
     x: torch.Tensor | None = None
     quant_config: Any = None
+    scale: torch.Tensor | None = None
     packed: torch.Tensor | None = None
     scales: torch.Tensor | None = None
 
@@ -176,7 +189,7 @@ class _Gate(moe_gate.Gate):
 
         config = self._quant_config
         scale = None if config is None else _scale(config, False)
-        if scale is None or not self.takes(x, GATE_TOKENS) or not _takes(x):
+        if scale is None or not self.takes(x, GATE_TOKENS):
             result = self.stock(x)
             logits = result[0] if isinstance(result, tuple) else result
             if not torch.compiler.is_compiling():
@@ -189,20 +202,25 @@ class _Gate(moe_gate.Gate):
         logits = made.router_logits
         assert logits is not None
         scales = made.scales.view(torch.float8_e4m3fn)
-        setattr(logits, _PREPARED, _Prepared(self, x, config, made.packed, scales))
+        setattr(logits, _PREPARED, _Prepared(self, x, config, scale, made.packed, scales))
         return self.result(logits)
 
     def learn(self, quant_config: Any, defer_input_quant: bool) -> None:
         """Remember how the layer has its input quantised; give the gate back where that is not ours to do."""
-        if _scale(quant_config, defer_input_quant) is not None:
-            self._quant_config = quant_config
-            return
+        if _scale(quant_config, defer_input_quant) is None:
+            self.give_back("its input is not quantised to NVFP4 with linear scales")
+        self._quant_config = quant_config
+
+    def give_back(self, why: str) -> None:
+        """Leave the gate to vLLM from now on."""
         if vars(self.gate).get("forward") is self:
             del self.gate.forward
-        _say(self.layer_name, "its input is not quantised to NVFP4 with linear scales")
+            _say(self.layer_name, why)
 
 
 def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
     @functools.wraps(original)
     def prepare(
         self: Any,
@@ -212,10 +230,18 @@ def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
         defer_input_quant: bool = False,
     ) -> Any:
         made: _Prepared | None = getattr(router_logits, _PREPARED, None)
-        if made is not None:
-            if made.x is a1 and made.quant_config is quant_config and not defer_input_quant:
+        if made is not None and not torch.compiler.is_compiling():
+            if (
+                made.x is a1
+                and made.quant_config is quant_config
+                and made.scale is _scale(quant_config, defer_input_quant)
+            ):
                 return made.packed, made.scales, router_logits
-            made.gate.learn(quant_config, defer_input_quant)
+            if made.x is not None and made.x is not a1:
+                # Codes that nobody takes would be made in every call.
+                made.gate.give_back("its experts do not get the input of its gate")
+            else:
+                made.gate.learn(quant_config, defer_input_quant)
         return original(self, a1, router_logits, quant_config, defer_input_quant)
 
     return prepare
@@ -234,40 +260,24 @@ def _reason(runner: Any, gate: Any) -> str:
         return "its kernel does not select the experts itself"
     if vllm_envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT=1"
-    weight = gate.weight
-    if weight.dtype != torch.bfloat16 or weight.dim() != 2 or weight.stride(1) != 1:
-        return f"its gate weight is {weight.dtype} {tuple(weight.shape)} with strides {weight.stride()}"
-    if weight.shape[1] % _BLOCK:
-        return f"{weight.shape[1]} channels are no multiple of {_BLOCK}"
-    logits_dtype = moe_gate.out_dtype(gate)
-    if logits_dtype not in {None, torch.bfloat16, torch.float32}:
-        return f"its logits are {logits_dtype}"
-    support = is_supported(NAME, weight.device, experts=weight.shape[0])
+    if reason := moe_gate.weight_reason(gate, {torch.bfloat16}):
+        return reason
+    experts, hidden = gate.weight.shape
+    if hidden % _BLOCK:
+        return f"{hidden} channels are no multiple of {_BLOCK}"
+    support = is_supported(NAME, gate.weight.device, experts=experts)
     return "" if support.ok else support.reason
 
 
 _say = moe_gate.Notices(NAME)
 
 
-def _hook(runner: Any) -> None:
-    """Hook the gate of a layer, or say once per reason why not."""
-    setattr(runner, _SEEN, True)
-    try:
-        reason = _reason(runner, runner.gate)
-        if not reason:
-            runner.gate.forward = _Gate(runner, runner.gate)
-            return
-    except Exception as error:
-        _say(runner.layer_name, f"{type(error).__name__}: {error}", logging.WARNING)
-    else:
-        _say(runner.layer_name, reason)
-
-
 def _runner(original: Callable[..., Any], *, gate: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def _forward_impl(self: Any, *arguments: Any, **options: Any) -> Any:
         if gate and not hasattr(self, _SEEN):
-            _hook(self)
+            setattr(self, _SEEN, True)
+            moe_gate.hook(self, self.gate, _reason, _Gate, _say)
         outer, _thread.layer_name = _thread.layer_name, self.layer_name
         try:
             return original(self, *arguments, **options)
@@ -280,60 +290,69 @@ def _runner(original: Callable[..., Any], *, gate: bool) -> Callable[..., Any]:
 # ---- vLLM 0.22.1: the routing bias ----
 
 
-def _follow(bias: torch.Tensor) -> bool:
-    """Have loads of a bias renew its copies: loaders write where torch does not count versions."""
-    if hasattr(bias, _FOLLOWED):
-        return True
-    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+class _Loader:
+    """The weight loader of a bias: loads as before, then renews the casts, also of what is half written."""
 
-    original = getattr(bias, "weight_loader", default_weight_loader)
+    def __init__(self, original: Callable[..., Any]) -> None:
+        # Its name and signature, which vLLM asks a loader for.
+        functools.update_wrapper(self, original)
 
-    @functools.wraps(original)
-    def weight_loader(param: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         from vllm_hotpath.routing_bias import refresh_routing_bias
 
-        result = original(param, *arguments, **options)
-        refresh_routing_bias(param)
-        return result
+        original: Callable[..., Any] = vars(self)["__wrapped__"]
+        try:
+            return original(*arguments, **options)
+        finally:
+            refresh_routing_bias(arguments[0] if arguments else options.get("param"))
 
+
+def _follow(bias: torch.Tensor) -> bool:
+    """Have loads of a bias renew its casts: loaders write where torch counts no versions."""
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    loader = getattr(bias, "weight_loader", default_weight_loader)
+    if isinstance(loader, _Loader):
+        return True
     try:
-        bias.weight_loader = weight_loader  # type: ignore[attr-defined]
+        bias.weight_loader = _Loader(loader)  # type: ignore[attr-defined]
     except AttributeError:
         return False
-    setattr(bias, _FOLLOWED, True)
     return True
 
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
     import torch
 
-    from vllm_hotpath.routing_bias import DTYPES, routing_bias
+    from vllm_hotpath.routing_bias import DTYPES, cast_once
 
     @functools.wraps(original)
     def apply(self: Any, *arguments: Any, **options: Any) -> Any:
         bias = options.get("e_score_correction_bias")
         if (
-            isinstance(bias, torch.Tensor)
+            # Loads into what a view is of cannot be followed.
+            isinstance(bias, torch.nn.Parameter)
             and bias.dtype in DTYPES
             and not torch.compiler.is_compiling()
             and _follow(bias)
         ):
-            options["e_score_correction_bias"] = routing_bias(bias, torch.bfloat16)
+            options["e_score_correction_bias"] = cast_once(bias, torch.bfloat16)
         return original(self, *arguments, **options)
 
     return apply
 
 
 def _reload(original: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_hotpath.routing_bias import refresh_routing_bias
-
     @functools.wraps(original)
-    def finalize_layerwise_processing(model: Any, model_config: Any) -> Any:
-        result = original(model, model_config)
-        refresh_routing_bias()
-        return result
+    def reload(*arguments: Any, **options: Any) -> Any:
+        from vllm_hotpath.routing_bias import refresh_routing_bias
 
-    return finalize_layerwise_processing
+        try:
+            return original(*arguments, **options)
+        finally:
+            refresh_routing_bias()
+
+    return reload
 
 
 # ---- What the flag asks for ----
@@ -347,7 +366,7 @@ def _plan(environ: Mapping[str, str]) -> Plan | None:
         Patch(QUANTIZE, _quantize),
         Patch(RUNNER, functools.partial(_runner, gate=level == 2)),
         Patch(BIAS, _apply, optional=True),
-        Patch(RELOAD, _reload, optional=True),
+        *(Patch(target, _reload, optional=True) for target in RELOADS),
     )
     return Plan((*patches, Patch(PREPARE, _prepare)) if level == 2 else patches)
 

@@ -13,7 +13,6 @@ layer's configuration, those of ``_Gate`` by the call. Logits differ from cuBLAS
 from __future__ import annotations
 
 import functools
-import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_hotpath import envs
@@ -31,15 +30,7 @@ _MOE = "vllm.model_executor.layers.fused_moe"
 _K3_MODEL = "vllm.models.kimi_k3.nvidia.model"
 _ROUTING = ("self, hidden_states, router_logits, indices_type, *, input_ids=None",)
 
-RUNNER = Target(
-    module=f"{_MOE}.runner.moe_runner",
-    names=("MoERunner._forward_impl",),
-    signatures=(
-        "self, hidden_states, router_logits, shared_experts_input, input_ids=None",
-        "self, layer, hidden_states, router_logits, shared_experts_input, input_ids=None",
-    ),
-    hashes={"2d358e9a2a7a5b4c": "0.33.0", "c2861cf2768b8e2b": "0.22.1"},
-)
+RUNNER = moe_gate.RUNNER
 GROUPED = Target(
     module=f"{_MOE}.router.grouped_topk_router",
     names=("GroupedTopKRouter._compute_routing",),
@@ -104,12 +95,9 @@ def _reason_of_numbers(router: Any, gate: Any) -> str:
     if not getattr(vllm_envs, "VLLM_USE_FUSED_MOE_GROUPED_TOPK", True):
         return "VLLM_USE_FUSED_MOE_GROUPED_TOPK=0"
     weight, bias = gate.weight, getattr(router, "e_score_correction_bias", None)
-    if weight.dtype not in {torch.bfloat16, torch.float32} or weight.dim() != 2 or weight.stride(1) != 1:
-        return f"its gate weight is {weight.dtype} {tuple(weight.shape)} with strides {weight.stride()}"
-    logits_dtype = moe_gate.out_dtype(gate)
-    if logits_dtype not in {None, torch.bfloat16, torch.float32}:
-        return f"its logits are {logits_dtype}"
-    if weight.dtype == torch.float32 and logits_dtype != torch.float32:
+    if reason := moe_gate.weight_reason(gate, {torch.bfloat16, torch.float32}):
+        return reason
+    if weight.dtype == torch.float32 and moe_gate.out_dtype(gate) != torch.float32:
         return "its gate weight is fp32, its logits are not"
     experts, hidden = weight.shape
     groups, _ = _groups(router)
@@ -222,17 +210,8 @@ _say = moe_gate.Notices(NAME)
 
 
 def _hook(runner: Any, gate: Any) -> None:
-    """Hook the gate of a layer, or say once per reason why not."""
     setattr(runner, _SEEN, True)
-    try:
-        reason = _reason(runner, gate)
-        if not reason:
-            gate.forward = _Gate(runner, gate)
-            return
-    except Exception as error:
-        _say(runner.layer_name, f"{type(error).__name__}: {error}", logging.WARNING)
-    else:
-        _say(runner.layer_name, reason)
+    moe_gate.hook(runner, gate, _reason, _Gate, _say)
 
 
 def _runner(original: Callable[..., Any]) -> Callable[..., Any]:
