@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ENGINE_VERSIONS := 0.33.0 0.22.1
 # Tests that also run inside vLLM's environments, on the torch that each pins.
 ENGINE_TESTS := $(filter-out %_gpu.py,$(foreach family,mla kda moe nvfp4,$(wildcard tests/test_$(family)_*.py))) \
-	tests/test_overlap.py tests/test_dlpack.py tests/test_torch_ops.py tests/vllm
+	tests/test_overlap.py tests/test_routing_bias.py tests/test_dlpack.py tests/test_torch_ops.py tests/vllm
 
 # Plain cargo finds libpython through this Python; maturin sets it by itself.
 export PYO3_PYTHON := $(abspath $(BIN)/python)

@@ -1,9 +1,11 @@
 // Router logits of a mixture of experts and the NVFP4 activations of its layer, in one launch, for a few tokens.
 // Argument meaning and checks: src/ops/moe_fp4_preamble/mod.rs. How it works: docs/kernels/moe_fp4_preamble.md.
 //
-// The first clusters of the grid compute the logits of 16 experts each (gate_gemm.cuh); they read the weight, which is what takes the
-// time. The blocks of the other clusters quantise a block of 16 elements a thread, then zero the scales of the padding rows. Both
-// read the activations, which L2 holds; neither waits for the other.
+// The first clusters of the grid compute the logits of 16 experts each (gate_gemm.cuh) and read the weight, 2 K bytes an expert, which
+// is what takes the time. The thread blocks of the other clusters quantise, a thread 16 elements (32 bytes in, 9 out), or zero the
+// scales of padding rows. Both parts read the activations, from L2 after the first; neither waits for the other. In one grid,
+// because a second launch costs more than the quantiser's few blocks, which the gate leaves room for. They are
+// given the gate's shared memory, too: it is static, and what bounds the blocks of a multiprocessor is registers.
 #include "gate_gemm.cuh"
 #include "nvfp4.cuh"
 
@@ -17,11 +19,11 @@ struct PreambleParams {
     uint8_t* logits;
     int64_t logits_row;     // elements
     FastDiv scale_cols;
-    uint32_t cols;          // blocks of 16 of a row
-    uint32_t units;         // tokens * scale_cols
-    uint32_t gate_blocks;   // thread blocks, a multiple of those of a cluster
-    uint32_t quant_blocks;  // thread blocks behind them
-    uint32_t padding_blocks;  // behind those, zero padding rows; what is left of the last cluster has nothing to do
+    uint32_t cols;            // blocks of 16 of a row
+    uint32_t units;           // tokens * scale_cols
+    uint32_t gate_blocks;     // thread blocks, a multiple of those of a cluster
+    uint32_t quant_blocks;    // behind them
+    uint32_t padding_blocks;  // behind those: zero padding rows; what is left of the last cluster has nothing to do
     uint32_t cluster_log2;
     uint32_t logits_bf16;
 };
@@ -46,6 +48,7 @@ __device__ __forceinline__ void quantize_tokens(const PreambleParams& p) {
         x = load_sixteen<kAligned>(p.gate.x + static_cast<int64_t>(token) * p.gate.x_row + static_cast<int64_t>(col) * (kBlock * 2));
         global_scale = load_f32(p.out.global_scale);
     }
+    // The next kernel waits for the end of this one before it touches memory.
     launch_dependent_grids();
     if (live) {
         store_quantized<Bf16Pair>(p.out, x, token, col, p.cols, global_scale, rcp_approx(global_scale));

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +15,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+ROOT = Path(__file__).parents[1]
 # Fresh for every run. The environment carries it to worker processes, and sets it to repeat a run.
 SEED = int(os.environ.setdefault("HOTPATH_TEST_SEED", str(secrets.randbits(31))))
 
@@ -117,6 +121,21 @@ class Output:
         self.assert_guards_intact(what)
         body = self._storage[self._start : self._start + self._size]
         assert (body == POISON).all(), f"{what}: written although the call failed"
+
+
+def run_python(code: str) -> str:
+    """What the code prints in a process of its own, which imports the tests."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def far_rows(memory: torch.Tensor, like: torch.Tensor, row_bytes: int, shift: int = 0) -> torch.Tensor:
+    """A copy of a matrix in ``memory``: rows more than ``row_bytes`` apart, from element ``shift`` on."""
+    stride = row_bytes // like.element_size() + 8 + shift
+    return memory.view(like.dtype).as_strided(like.shape, (stride, 1), shift).copy_(like)
 
 
 def capture(body: Callable[[], Any], *, keep_graph: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import cuda_probe
-from tests.helpers import BF16, FP16, POISON, as_bits, assert_same_bits, capture
+from tests.helpers import BF16, FP16, POISON, as_bits, assert_same_bits, capture, run_python
 from tests.kda_cases import (
     FORMS,
     HEADS,
@@ -36,7 +33,6 @@ from tests.kda_cases import (
 
 pytestmark = pytest.mark.gpu("kda_decode")
 
-ROOT = Path(__file__).parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FP32 = torch.float32
 # Rows and heads on both sides of every change of plan on a whole H200.
@@ -231,15 +227,11 @@ print("captured")
         ("global", 64, "torch.bfloat16"),
     ],
 )
-def test_the_first_call_of_a_process_may_be_insidecapture(
+def test_the_first_call_of_a_process_may_be_inside_a_capture(
     mode: str, rows: int, dtype: str, rng: torch.Generator
 ) -> None:
     code = _FIRST_CALL.format(seed=rng.initial_seed() % 2**31, mode=mode, rows=rows, dtype=dtype)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("captured\n")
+    assert run_python(code).endswith("captured\n")
 
 
 def test_a_side_stream_orders_the_op_behind_its_producer(rng: torch.Generator) -> None:

@@ -127,6 +127,17 @@ def test_e2m1_is_converted_by_the_instruction_where_there_is_one(kernels: tuple[
         assert (native is None) == kernel.target.startswith("sm_90"), f"{kernel.target} {kernel.name}"
 
 
+@pytest.mark.parametrize("kernels", ["moe_router", "moe_fp4_preamble"], indirect=True)
+def test_gates_read_their_operands_16_bytes_at_a_time(kernels: tuple[Kernel, ...]) -> None:
+    aligned = [kernel for kernel in kernels if not kernel.name.endswith("_any")]
+    assert aligned
+    for kernel in aligned:
+        wide = re.findall(r"\bLDG\.E\.128\b", kernel.sass)
+        # Weights of the first steps, those of the next ones, and the activations.
+        assert len(wide) >= 12, f"{kernel.target} {kernel.name}: {len(wide)} loads of 16 bytes"
+        assert "HMMA" in kernel.sass, f"{kernel.target} {kernel.name}"
+
+
 def test_mla_kv_pack_is_built() -> None:
     assert "mla_kv_pack" in STEMS
     assert INFO["kernels"]["mla_kv_pack"]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import threading
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +23,7 @@ from tests.helpers import (
     every_pattern,
     random_patterns,
     random_values,
+    run_python,
 )
 from tests.pack_cases import (
     HEAD_LAYOUTS,
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu("mla_kv_concat", "mla_kv_concat_quant_fp8")
 
-ROOT = Path(__file__).parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE = (128, 64, 128)
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -207,13 +204,9 @@ print("captured")
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_the_first_call_of_a_process_may_be_insidecapture(mode: str, rng: torch.Generator) -> None:
+def test_the_first_call_of_a_process_may_be_inside_a_capture(mode: str, rng: torch.Generator) -> None:
     code = _FIRST_CALL.format(seed=rng.initial_seed() % 2**31, mode=mode)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("captured\n")
+    assert run_python(code).endswith("captured\n")
 
 
 def test_a_side_stream_orders_the_op_behind_its_producer(rng: torch.Generator) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 import threading
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests import cuda_probe
-from tests.helpers import BF16, assert_same_bits, capture
+from tests.helpers import BF16, assert_same_bits, capture, far_rows, run_python
 from tests.moe_router_cases import (
     FORMS,
     FP32,
@@ -29,7 +26,6 @@ from tests.moe_router_cases import (
 
 pytestmark = pytest.mark.gpu("moe_router")
 
-ROOT = Path(__file__).parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -136,15 +132,11 @@ print("captured")
         ("global", "fp32 weight", 4),
     ],
 )
-def test_the_first_call_of_a_process_may_be_insidecapture(
+def test_the_first_call_of_a_process_may_be_inside_a_capture(
     mode: str, name: str, tokens: int, rng: torch.Generator
 ) -> None:
     code = _FIRST_CALL.format(seed=rng.initial_seed() % 2**31, mode=mode, name=name, tokens=tokens)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("captured\n")
+    assert run_python(code).endswith("captured\n")
 
 
 def test_a_graph_may_be_replayed_on_any_stream(rng: torch.Generator) -> None:
@@ -367,25 +359,18 @@ def test_rows_beyond_2_31_bytes(odd: int, weight: torch.dtype, rng: torch.Genera
     want = call.run(out_logits=logits)
     memory = torch.empty(12 * 2**30, dtype=torch.uint8, device=CUDA)
 
-    def far(like: torch.Tensor, rows_bytes: int) -> torch.Tensor:
-        elements = memory.view(like.dtype)
-        stride = rows_bytes // like.element_size() + 8 + odd
-        return elements.as_strided(like.shape, (stride, 1), odd)
-
-    hidden = far(call["hidden_states"], 2**31 + 2**20)
-    hidden.copy_(call["hidden_states"])
+    hidden = far_rows(memory, call["hidden_states"], 2**31 + 2**20, odd)
     got_logits = torch.empty_like(logits)
     got = call.run(hidden_states=hidden, out_logits=got_logits)
     if not odd:
         _assert_same(got, want)
         assert_same_bits(got_logits, logits, "logits")
     assert_logits_close(got_logits, call["hidden_states"], call["gate_weight"])
-    far_weight = far(call["gate_weight"], 600 * 2**20)
-    far_weight.copy_(call["gate_weight"])
+    far_weight = far_rows(memory, call["gate_weight"], 600 * 2**20, odd)
     got = call.run(gate_weight=far_weight, out_logits=got_logits)
     assert_logits_close(got_logits, call["hidden_states"], call["gate_weight"])
     assert_routing(*got, scores_of(got_logits), got_logits, call.options)
-    far_logits = far(logits, 2**31 + 2**20)
+    far_logits = far_rows(memory, logits, 2**31 + 2**20, odd)
     _assert_same(call.run(out_logits=far_logits), want)
     assert_same_bits(far_logits.contiguous(), logits, "logits")
 

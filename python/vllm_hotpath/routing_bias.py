@@ -67,7 +67,7 @@ def cast_once(bias: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def refresh_routing_bias(bias: torch.Tensor | None = None) -> None:
-    """Renew the kept casts of routing biases, in place: for after a reload of weights, in every worker process.
+    """Renew the kept casts of routing biases, in place: after a reload of weights, in every worker process.
 
     Waits for the current stream of each device that has such a cast.
 

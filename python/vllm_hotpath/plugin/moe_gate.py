@@ -138,16 +138,24 @@ def hook(
 
 
 class Notices:
-    """Says once per reason in a process why a layer stays stock."""
+    """What a feature says about layers: each text once in a process, with the first layer that it is for."""
 
     def __init__(self, feature: str) -> None:
         self._feature = feature
         self.said: set[str] = set()
 
     def __call__(self, layer_name: str, why: str, level: int = logging.INFO) -> None:
-        """Log it, unless the reason has been given before."""
+        """Log that the layer stays stock, and why."""
+        self._once(level, layer_name, f"stays stock: {why}")
+
+    def used(self, layer_name: str | None, what: str) -> None:
+        """Log that the feature has done its work, for a layer or outside of one."""
+        if what not in self.said:
+            self._once(logging.INFO, layer_name or "an input", what)
+
+    def _once(self, level: int, layer_name: str, text: str) -> None:
         from vllm_hotpath.plugin import report
 
-        if why not in self.said:
-            self.said.add(why)
-            report.LOGGER.log(level, "%s: %s stays stock: %s", self._feature, layer_name, why)
+        if text not in self.said:
+            self.said.add(text)
+            report.LOGGER.log(level, "%s: %s %s", self._feature, layer_name, text)

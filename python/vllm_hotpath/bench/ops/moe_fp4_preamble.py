@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from vllm_hotpath import _core
+from vllm_hotpath.bench.gates import QUICK_TOKENS, READ, TOKENS, reads_of
 from vllm_hotpath.bench.models import MODELS, Gate
 from vllm_hotpath.bench.numerics import Guarded, Tolerance
-from vllm_hotpath.bench.ops.nvfp4_quant import CodeCheck, activations, compared, guarded
-from vllm_hotpath.bench.spec import BenchCase, BufferSet, Floor, OpSpec, Output, VerifyCase
+from vllm_hotpath.bench.ops.nvfp4_quant import CodeCheck, code_outputs, guarded_outputs, random_rows
+from vllm_hotpath.bench.spec import BenchCase, BufferSet, OpSpec, Output, VerifyCase
 from vllm_hotpath.ops import moe_fp4_preamble, nvfp4_quant
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 BF16, FP32 = torch.bfloat16, torch.float32
 
 _SCALE = 448 * 6 / 5.3
-_TOKENS = (1, 2, 4, 8, 16, 32)
-_QUICK_TOKENS = (1, 8, 32)
-_LOADS = (1, 2, 4, 8)
 _LOGITS = {BF16: Tolerance(relative=1e-5, dims=1, ulps=1), FP32: Tolerance(relative=1e-5, dims=1)}
 """One rounding, and the sums of fp32 in any order."""
 
@@ -57,16 +54,16 @@ def _verify(
     gate: Gate, recipe: Recipe, tokens: int
 ) -> Callable[[torch.Generator, torch.device], list[Output]]:
     def run(generator: torch.Generator, device: torch.device) -> list[Output]:
-        x = activations(tokens, gate.hidden, BF16, generator, device, recipe.odd)
+        x = random_rows(tokens, gate.hidden, BF16, generator, device, recipe.odd)
         scale = torch.tensor([_SCALE], device=device)
-        packed, scales = guarded(tokens, gate.hidden, recipe.layout, device)
+        packed, scales = guarded_outputs(tokens, gate.hidden, recipe.layout, device)
         given: dict[str, Any] = {"layout": recipe.layout}
         if not recipe.allocate:
             given |= {"out": packed.tensor, "out_scale": scales.tensor}
         beside = [packed, scales]
         if recipe.logits is None:
             got = moe_fp4_preamble.moe_fp4_preamble(x, scale, **given)
-            found = compared((got.packed, got.scales), x, scale, recipe.layout)
+            found = code_outputs((got.packed, got.scales), x, scale, recipe.layout)
         else:
             # A NaN among the activations is for the quantiser alone.
             x.nan_to_num_(0.0)
@@ -81,7 +78,7 @@ def _verify(
             )
             assert got.router_logits is not None
             exact = x.double() @ weight.double().T
-            found = compared((got.packed, got.scales), x, scale, recipe.layout)
+            found = code_outputs((got.packed, got.scales), x, scale, recipe.layout)
             found.append(Output("logits", got.router_logits, exact, _LOGITS[recipe.logits]))
         return [*found, *(Output("bytes beside an output", g.guard(), g.untouched()) for g in beside)]
 
@@ -125,23 +122,19 @@ def _buffer_set(gate: Gate, layout: Any, tokens: int, device: torch.device) -> B
         nvfp4_quant.nvfp4_quantize(x, scale, layout=layout, out=packed, out_scale=scales)
         return outputs
 
-    def floor(loads: int) -> Callable[[], object]:
-        read = weight.view(-1).view(torch.uint8)
-        return lambda: _core.bench_read(read, logits.view(-1).view(torch.uint8)[:16], loads)
-
     return BufferSet(
         subjects={"ours": ours, "peer": theirs},
         outputs=outputs,
         want=lambda: (*check.want(x), x.double() @ weight.double().T),
         got=lambda: (*check.got(), logits),
         tolerances=(None, None, _LOGITS[BF16]),
-        floors={str(loads): floor(loads) for loads in _LOADS},
+        floors=reads_of(weight, logits),
     )
 
 
 def _bench_cases(op: str, gate: Gate, quick: bool) -> Iterator[BenchCase]:
     for layout in ("linear",) if quick else ("linear", "swizzled_128x4"):
-        for tokens in _QUICK_TOKENS if quick else _TOKENS:
+        for tokens in QUICK_TOKENS if quick else TOKENS:
             read, written = bytes_moved(gate, tokens)
             yield BenchCase(
                 op=op,
@@ -165,14 +158,8 @@ SPEC = OpSpec(
     verify_cases=_verify_cases,
     bench_shapes=tuple(model.gate for model in MODELS.values() if model.gate and model.hidden),
     bench_cases=_bench_cases,
-    peer="the gate by cuBLAS (`torch.mm` in bf16), then our nvfp4_quantize; vLLM's own needs Blackwell",
-    floor=Floor(
-        name="read",
-        title="read of the gate's weight",
-        text="`read` is the floor: a kernel that reads the gate's weight once and writes nothing, the "
-        "fastest of 1, 2, 4 and 8 loads of 16 bytes a thread; `loads` says which. It waits for the kernel "
-        "before it; the op has its first loads of the weight, which no kernel writes, under way by then.",
-        choice="loads",
-    ),
+    peer="the gate by cuBLAS (`torch.mm` in bf16), then our nvfp4_quantize. vLLM's quantiser needs "
+    "Blackwell, its gate is cuBLAS in 0.33.0, and in 0.22.1 up to 16 tokens a kernel of its own",
+    floor=READ,
     agreement="(codes and scales bit by bit; logits within one rounding of fp64)",
 )

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vllm_hotpath import _core
 from vllm_hotpath.bench import peers
+from vllm_hotpath.bench.gates import QUICK_TOKENS, READ, TOKENS, reads_of
 from vllm_hotpath.bench.models import MODELS, Gate
 from vllm_hotpath.bench.numerics import Guarded, Tolerance
-from vllm_hotpath.bench.spec import BenchCase, BufferSet, Floor, OpSpec, Output, VerifyCase
+from vllm_hotpath.bench.spec import BenchCase, BufferSet, OpSpec, Output, VerifyCase
 from vllm_hotpath.ops import moe_router
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-_TOKENS = (1, 2, 4, 8, 16, 32)
-_QUICK_TOKENS = (1, 8, 32)
-_LOADS = (1, 2, 4, 8)
 # Gates beside those of the models: few experts, and a hidden size that is no power of two.
 _OTHER_GATES = (Gate(32, 2880, 4), Gate(64, 2048, 6), Gate(128, 4096, 8))
 # The gate that is measured with fp32 weights as well.
@@ -296,12 +293,6 @@ def buffer_set(p: Problem, weights: torch.Tensor, ids: torch.Tensor, workspace: 
     def selected() -> Selected:
         return select(p, exact_logits(p).to(p.logits_dtype))
 
-    read = p.weight.contiguous().view(-1).view(torch.uint8)
-    sink = workspace.view(torch.uint8)
-
-    def floor(loads: int) -> Callable[[], object]:
-        return lambda: _core.bench_read(read, sink[:16], loads)
-
     near = _NEAR_BF16_LOGITS if p.logits_dtype == BF16 else _NEAR * 10
     return BufferSet(
         subjects={"ours": kept(ours)} | ({"peer": kept(theirs)} if peer else {}),
@@ -309,7 +300,7 @@ def buffer_set(p: Problem, weights: torch.Tensor, ids: torch.Tensor, workspace: 
         want=lambda: verdict(p, selected()),
         got=lambda: judge(p, selected(), *last[0]),
         tolerances=(near, near, None),
-        floors={str(loads): floor(loads) for loads in _LOADS},
+        floors=reads_of(p.weight, workspace),
     )
 
 
@@ -322,7 +313,7 @@ def bytes_moved(gate: Gate, recipe: Recipe, tokens: int) -> tuple[int, int]:
 def _bench_cases(op: str, gate: Gate, quick: bool) -> Iterator[BenchCase]:
     for weight in (BF16, FP32) if gate == _FP32_GATE and not quick else (BF16,):
         recipe = Recipe(weight)
-        for tokens in _QUICK_TOKENS if quick or weight == FP32 else _TOKENS:
+        for tokens in QUICK_TOKENS if quick or weight == FP32 else TOKENS:
             read, written = bytes_moved(gate, recipe, tokens)
             yield BenchCase(
                 op=op,
@@ -355,14 +346,7 @@ SPEC = OpSpec(
     bench_cases=_bench_cases,
     peer="the gate by cuBLAS (`F.linear`, in fp32 for an fp32 weight; `torch.mm` with `out_dtype` for fp32 "
     "logits of a bf16 weight), then grouped_topk",
-    floor=Floor(
-        name="read",
-        title="read of the gate's weight",
-        text="`read` is the floor: a kernel that reads the gate's weight once and writes nothing, the "
-        "fastest of 1, 2, 4 and 8 loads of 16 bytes a thread; `loads` says which. It waits for the kernel "
-        "before it; the op has its first loads of the weight, which no kernel writes, under way by then.",
-        choice="loads",
-    ),
+    floor=READ,
     agreement="(plain torch in fp64: the sums that the experts are selected by, place by place, and the "
     "weights of the experts selected)",
 )

@@ -93,7 +93,7 @@ def _place(scales: torch.Tensor, layout: str) -> torch.Tensor:
     return tiles.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).reshape(padded.shape)
 
 
-def compared(
+def code_outputs(
     got: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale: torch.Tensor, layout: str
 ) -> list[Output]:
     """Codes and scales of ``x``, and what they have to be; where a code has two values, the nearer."""
@@ -127,7 +127,7 @@ def _plain_gates(gate_up: torch.Tensor) -> torch.Tensor:
 # ---- verify ----
 
 
-def activations(
+def random_rows(
     rows: int, width: int, dtype: torch.dtype, generator: torch.Generator, device: torch.device, odd: bool
 ) -> torch.Tensor:
     """Rows of different size, blocks of zeros and of NaN among them; ``odd`` strides and base."""
@@ -143,7 +143,7 @@ def activations(
     return moved[odd:].view(rows, row)[:, :width]
 
 
-def guarded(rows: int, width: int, layout: str, device: torch.device) -> tuple[Guarded, Guarded]:
+def guarded_outputs(rows: int, width: int, layout: str, device: torch.device) -> tuple[Guarded, Guarded]:
     """Outputs for codes and scales, between guard bytes."""
     tall, wide = _TILES[layout]
     scales = (-(-rows // tall) * tall, -(-(width // _BLOCK) // wide) * wide)
@@ -157,12 +157,12 @@ def _verify(
 
     def run(generator: torch.Generator, device: torch.device) -> list[Output]:
         scale = torch.tensor([448 * 6 / 5.3], device=device)
-        packed, scales = guarded(rows, width, layout, device)
+        packed, scales = guarded_outputs(rows, width, layout, device)
         outputs: dict[str, Any] = {"layout": layout, "out": packed.tensor, "out_scale": scales.tensor}
         more = []
         if op == "add_rms_norm_nvfp4":
-            x = activations(rows, width, dtype, generator, device, odd).nan_to_num()
-            residual = activations(rows, width, dtype, generator, device, odd).nan_to_num()
+            x = random_rows(rows, width, dtype, generator, device, odd).nan_to_num()
+            residual = random_rows(rows, width, dtype, generator, device, odd).nan_to_num()
             weight = torch.randn(width, generator=generator).to(dtype).to(device)
             total = (x.float() + residual.float()).to(dtype)
             rms = torch.rsqrt(total.double().pow(2).mean(-1, keepdim=True) + _EPS)
@@ -174,14 +174,14 @@ def _verify(
             ]
             value = norm
         elif op == "silu_mul_nvfp4":
-            gate_up = _plain_gates(activations(rows, 2 * width, dtype, generator, device, odd))
+            gate_up = _plain_gates(random_rows(rows, 2 * width, dtype, generator, device, odd))
             got = nvfp4_quant.silu_mul_nvfp4(gate_up, scale, **outputs)
             value = _silu_mul(gate_up)
         else:
-            value = activations(rows, width, dtype, generator, device, odd)
+            value = random_rows(rows, width, dtype, generator, device, odd)
             got = nvfp4_quant.nvfp4_quantize(value, scale, **outputs)
         beside = [Output("bytes beside an output", g.guard(), g.untouched()) for g in (packed, scales)]
-        return [*compared((got[0], got[1]), value, scale, layout), *more, *beside]
+        return [*code_outputs((got[0], got[1]), value, scale, layout), *more, *beside]
 
     return run
 

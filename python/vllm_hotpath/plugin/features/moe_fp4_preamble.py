@@ -80,6 +80,8 @@ RELOADS = (
     ),
 )
 
+_say = moe_gate.Notices(NAME)
+
 GATE_TOKENS = 16
 """Tokens of a call whose gate is taken: what the op is meant to win at. Not measured yet."""
 
@@ -157,6 +159,7 @@ def _quantize(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(a1, quant_config, defer_input_quant)
         with moe_gate.errors_of(_thread.layer_name):
             made = moe_fp4_preamble(a1, scale)
+        _say.used(_thread.layer_name, "is quantised by our op")
         return made.packed, made.scales.view(torch.float8_e4m3fn)
 
     return _quantize_input
@@ -203,6 +206,7 @@ class _Gate(moe_gate.Gate):
         assert logits is not None
         scales = made.scales.view(torch.float8_e4m3fn)
         setattr(logits, _PREPARED, _Prepared(self, x, config, scale, made.packed, scales))
+        _say.used(self.layer_name, "has its gate and its quantisation in one launch")
         return self.result(logits)
 
     def learn(self, quant_config: Any, defer_input_quant: bool) -> None:
@@ -267,9 +271,6 @@ def _reason(runner: Any, gate: Any) -> str:
         return f"{hidden} channels are no multiple of {_BLOCK}"
     support = is_supported(NAME, gate.weight.device, experts=experts)
     return "" if support.ok else support.reason
-
-
-_say = moe_gate.Notices(NAME)
 
 
 def _runner(original: Callable[..., Any], *, gate: bool) -> Callable[..., Any]:
