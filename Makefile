@@ -75,7 +75,14 @@ $(VENV)/.built: $(VENV)/.installed $(SOURCES)
 .venv-vllm-%/.installed: $(VENV)/.installed
 	test -x .venv-vllm-$*/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .venv-vllm-$*
 	$(BIN)/uv pip install --quiet --python .venv-vllm-$*/bin/python vllm==$* 'cuda-bindings<13.4' \
-		pytest pytest-timeout hypothesis
+		pytest pytest-timeout hypothesis tblib pip setuptools-scm setuptools-rust wheel 'setuptools<81'
+	# vLLM's own tests are in its source distribution, which pip asks for its version without building it.
+	rm -rf .venv-vllm-$*/upstream
+	VLLM_VERSION_OVERRIDE=$* VLLM_TARGET_DEVICE=empty .venv-vllm-$*/bin/python -m pip download --quiet --no-deps \
+		--no-binary vllm --no-build-isolation --dest .venv-vllm-$*/upstream vllm==$*
+	tar -xzf .venv-vllm-$*/upstream/vllm-$*.tar.gz -C .venv-vllm-$*/upstream --strip-components=1 --wildcards \
+		'*/tests' '*/pyproject.toml'
+	rm .venv-vllm-$*/upstream/*.tar.gz
 	touch $@
 
 clean:
