@@ -54,8 +54,10 @@ $(addprefix test-vllm-,$(ENGINE_VERSIONS)): test-vllm-%: .venv-vllm-%/.installed
 
 # On a machine with a GPU: correctness, sanitizers and benchmarks, written to benchmarks/results.
 # WHEEL=dist/x.whl tests that file with PYTHON, which needs torch and pytest; without it the checkout is built.
+# GPUS=2 runs only what takes that many.
 gpu-check: $(if $(WHEEL),,build)
-	$(if $(WHEEL),$(PYTHON),$(BIN)/python) benchmarks/gpu_check.py $(if $(WHEEL),--wheel $(WHEEL))
+	$(if $(WHEEL),$(PYTHON),$(BIN)/python) benchmarks/gpu_check.py $(if $(WHEEL),--wheel $(WHEEL)) \
+		$(if $(GPUS),--gpus $(GPUS))
 
 build: $(VENV)/.built
 

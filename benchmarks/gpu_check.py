@@ -1,7 +1,7 @@
 """Check and measure everything on this machine's GPU and write the pages of ``benchmarks/results``.
 
 Runs the tests marked ``gpu``, which include the sanitizers, then every benchmark. With ``--wheel`` the
-package is that file, else the one of the running Python.
+package is that file, else the one of the running Python. With ``--gpus 2`` only the tests that take two GPUs run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def main() -> int:
     """Run all parts; the exit status is that of the first part that failed."""
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__)
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="test this wheel")
+    parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="run the tests for so many")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
     parser.add_argument("--page-only", type=Path, metavar="JUNIT_XML", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -36,6 +37,8 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory() as scratch:
         environment = os.environ | {"HOTPATH_REQUIRE_GPU": "1"}
+        if arguments.gpus > 1:
+            environment["HOTPATH_REQUIRE_GPUS"] = "1"
         if arguments.wheel:
             site = Path(scratch) / "site"
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
@@ -44,8 +47,12 @@ def main() -> int:
             environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         junit = Path(scratch) / "gpu.xml"
         out = ["--out", str(arguments.out)]
+        if arguments.gpus > 1:
+            return run(["-m", "pytest", "-q", "-m", "gpus", "tests"], environment)
         statuses = [
-            run(["-m", "pytest", "-q", "-m", "gpu", f"--junitxml={junit}", "tests"], environment),
+            run(
+                ["-m", "pytest", "-q", "-m", "gpu and not gpus", f"--junitxml={junit}", "tests"], environment
+            ),
             run(["benchmarks/gpu_check.py", "--page-only", str(junit), *out], environment),
             *(
                 run([str(script.relative_to(ROOT)), *out], environment)

@@ -72,6 +72,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.fail(f"HOTPATH_REQUIRE_GPU=1, but: {reason}", pytrace=False)
         if reason:
             pytest.skip(f"gpu: {reason}")
+    if (gpus := item.get_closest_marker("gpus")) is not None:
+        there = torch.cuda.device_count()
+        if there < gpus.args[0] and os.environ.get("HOTPATH_REQUIRE_GPUS") == "1":
+            pytest.fail(f"HOTPATH_REQUIRE_GPUS=1, but there are {there} CUDA devices", pytrace=False)
+        if there < gpus.args[0]:
+            pytest.skip(f"gpus: needs {gpus.args[0]} CUDA devices, there are {there}")
     if (big := item.get_closest_marker("big")) is not None:
         reason = _missing_memory(big.kwargs.get("device_gib", 0), big.kwargs.get("host_gib", 0))
         if reason:

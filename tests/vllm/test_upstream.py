@@ -1,7 +1,7 @@
 """vLLM's own published tests of what the plugin touches: what passes without it passes with every feature on.
 
-They come from vLLM's source distribution, which ``make test-vllm`` unpacks into vLLM's environment. Many need a GPU
-or a model and fail or skip in both runs here.
+They come from vLLM's source distribution, which ``make test-vllm`` unpacks into vLLM's environment. Many need
+a GPU or a model, and fail or skip in both runs here.
 """
 
 from __future__ import annotations
