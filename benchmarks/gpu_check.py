@@ -1,7 +1,7 @@
 """Check and measure everything on this machine's GPU and write the pages of ``benchmarks/results``.
 
 Runs the tests marked ``gpu``, which include the sanitizers, then every benchmark. With ``--wheel`` the
-package is that file, else the one of the running Python. With ``--gpus 2`` only the tests that take two GPUs run.
+package is that file, else the one of the running Python. With ``--gpus 2`` only the tests of two GPUs run.
 """
 
 from __future__ import annotations
