@@ -54,10 +54,10 @@ $(addprefix test-vllm-,$(ENGINE_VERSIONS)): test-vllm-%: .venv-vllm-%/.installed
 
 # On a machine with a GPU: correctness, sanitizers and benchmarks, written to benchmarks/results.
 # WHEEL=dist/x.whl tests that file with PYTHON, which needs torch and pytest; without it the checkout is built.
-# GPUS=2 runs only what takes that many.
+# GPUS=2 runs only what takes that many; PARTS="tests moe_router" only those parts (see benchmarks/gpu_check.py --help).
 gpu-check: $(if $(WHEEL),,build)
 	$(if $(WHEEL),$(PYTHON),$(BIN)/python) benchmarks/gpu_check.py $(if $(WHEEL),--wheel $(WHEEL)) \
-		$(if $(GPUS),--gpus $(GPUS))
+		$(if $(GPUS),--gpus $(GPUS)) $(addprefix --part ,$(PARTS))
 
 build: $(VENV)/.built
 

@@ -1,7 +1,8 @@
 """Check and measure everything on this machine's GPU and write the pages of ``benchmarks/results``.
 
-Runs the tests marked ``gpu``, which include the sanitizers, then every benchmark. With ``--wheel`` the
-package is that file, else the one of the running Python. With ``--gpus 2`` only the tests of two GPUs run.
+Runs the tests marked ``gpu``, then the sanitizers, then every benchmark; with ``--part`` some of these, for a
+machine that is there for a short time. With ``--wheel`` the package is that file, else the one of the running
+Python. With ``--gpus 2`` only the tests of two GPUs run.
 """
 
 from __future__ import annotations
@@ -19,16 +20,31 @@ ROOT = Path(__file__).resolve().parent.parent
 PROG = "python benchmarks/gpu_check.py"
 
 
+SANITIZERS = "tests/test_sanitizer.py"
+BENCHMARKS = {
+    path.stem.removeprefix("bench_"): path for path in sorted(Path(__file__).parent.glob("bench_*.py"))
+}
+
+
 def main() -> int:
     """Run all parts; the exit status is that of the first part that failed."""
+    parts = ("tests", "sanitizers", *BENCHMARKS)
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__)
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="test this wheel")
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=parts,
+        metavar="PART",
+        help=f"{', '.join(parts)}; repeatable (default: all)",
+    )
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="run the tests for so many")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
-    parser.add_argument("--page-only", type=Path, metavar="JUNIT_XML", help=argparse.SUPPRESS)
+    parser.add_argument("--page-only", nargs=2, metavar=("PART", "JUNIT_XML"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.page_only:
-        write_page(arguments.page_only, arguments.out)
+        part, junit = arguments.page_only
+        write_page(part, Path(junit), arguments.out)
         return 0
 
     probe = "import sys, torch; sys.exit(not torch.cuda.is_available())"
@@ -37,29 +53,29 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory() as scratch:
         environment = os.environ | {"HOTPATH_REQUIRE_GPU": "1"}
-        if arguments.gpus > 1:
-            environment["HOTPATH_REQUIRE_GPUS"] = "1"
         if arguments.wheel:
             site = Path(scratch) / "site"
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
             subprocess.run([*pip, "--target", str(site), str(arguments.wheel)], check=True)
             paths = [str(site), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        junit = Path(scratch) / "gpu.xml"
-        out = ["--out", str(arguments.out)]
         if arguments.gpus > 1:
+            environment["HOTPATH_REQUIRE_GPUS"] = "1"
             return run(["-m", "pytest", "-q", "-m", "gpus", "tests"], environment)
-        statuses = [
-            run(
-                ["-m", "pytest", "-q", "-m", "gpu and not gpus", f"--junitxml={junit}", "tests"], environment
-            ),
-            run(["benchmarks/gpu_check.py", "--page-only", str(junit), *out], environment),
-            *(
-                run([str(script.relative_to(ROOT)), *out], environment)
-                for script in sorted((ROOT / "benchmarks").glob("bench_*.py"))
-            ),
-        ]
+        asked = [part for part in parts if part in (arguments.part or parts)]
+        statuses = [run_part(part, Path(scratch), arguments.out, environment) for part in asked]
     return next((status for status in statuses if status), 0)
+
+
+def run_part(part: str, scratch: Path, out: Path, environment: dict[str, str]) -> int:
+    """Run one part, which writes its page."""
+    if part in BENCHMARKS:
+        return run([str(BENCHMARKS[part].relative_to(ROOT)), "--out", str(out)], environment)
+    junit = scratch / f"{part}.xml"
+    which = [SANITIZERS] if part == "sanitizers" else ["tests", f"--ignore={SANITIZERS}"]
+    status = run(["-m", "pytest", "-q", "-m", "gpu and not gpus", f"--junitxml={junit}", *which], environment)
+    page = run(["benchmarks/gpu_check.py", "--page-only", part, str(junit), "--out", str(out)], environment)
+    return status or page
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> int:
@@ -68,8 +84,8 @@ def run(arguments: list[str], environment: dict[str, str]) -> int:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, check=False).returncode
 
 
-def write_page(junit: Path, out: Path) -> None:
-    """Turn pytest's JUnit XML into the page of GPU tests."""
+def write_page(part: str, junit: Path, out: Path) -> None:
+    """Turn pytest's JUnit XML into the page of the GPU tests or of the sanitizers."""
     import torch
 
     from vllm_hotpath.bench import environment, report
@@ -94,10 +110,11 @@ def write_page(junit: Path, out: Path) -> None:
     for count in counts.values():
         total.update(count)
     rows.append(["all", *(str(total[outcome]) for outcome in outcomes)])
-    page = report.head(f"GPU tests on {facts['device']}", facts)
+    title = "GPU tests" if part == "tests" else "Kernels under compute-sanitizer"
+    page = report.head(f"{title} on {facts['device']}", facts)
     table = report.markdown_table(["tests marked gpu", *outcomes], rows, text_columns=1)
     rest = "\n\n" + "\n".join(failures) + "\n" if failures else ""
-    report.write(out / f"{environment.slug(device)}-tests.md", f"{page}\n{table}{rest}")
+    report.write(out / f"{environment.slug(device)}-{part}.md", f"{page}\n{table}{rest}")
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
 
 def _add_selection(parser: argparse.ArgumentParser, default_device: str) -> None:
-    names = [*OPS, *(op for ops in OPS.values() for op in ops)]
+    names = list(dict.fromkeys([*OPS, *(op for ops in OPS.values() for op in ops)]))
     parser.add_argument(
         "--model",
         action="append",
