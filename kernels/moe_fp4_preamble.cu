@@ -3,9 +3,9 @@
 //
 // The first clusters of the grid compute the logits of 16 experts each (gate_gemm.cuh) and read the weight, 2 K bytes an expert, which
 // is what takes the time. The thread blocks of the other clusters quantise, a thread 16 elements (32 bytes in, 9 out), or zero the
-// scales of padding rows. Both parts read the activations, from L2 after the first; neither waits for the other. In one grid,
-// because a second launch costs more than the quantiser's few blocks, which the gate leaves room for. They are
-// given the gate's shared memory, too: it is static, and what bounds the blocks of a multiprocessor is registers.
+// scales of padding rows. Both parts read the activations, from L2 after the first; neither waits for the other. In one
+// grid, to save the second launch. The quantiser's blocks are given the gate's shared memory, too, which is static: up to 40 KiB, and
+// registers, not that, bound how many blocks a multiprocessor holds.
 #include "gate_gemm.cuh"
 #include "nvfp4.cuh"
 

@@ -54,8 +54,8 @@ def _rows(x: torch.Tensor, count: int) -> torch.Tensor:
 
 CASES = (
     Bad("fp32", "hidden_states", lambda x: x.float(), TypeError, "bfloat16"),
-    Bad("fp16 with a gate", "hidden_states", lambda x: x.to(FP16), TypeError, "bfloat16"),
-    Bad("33 tokens", "hidden_states", lambda x: _rows(x, 33), ValueError, "at most 32 tokens"),
+    Bad("fp16", "hidden_states", lambda x: x.to(FP16), TypeError, "bfloat16 with gate_weight"),
+    Bad("33 tokens", "hidden_states", lambda x: _rows(x, 33), ValueError, "32 tokens with gate_weight"),
     Bad("odd width", "hidden_states", lambda x: x[:, :-8], ValueError, "a multiple of 16"),
     Bad("one dimension", "hidden_states", lambda x: x[0], ValueError, "dimensions"),
     Bad("transposed", "hidden_states", lambda x: x.mT.contiguous().mT, ValueError, "stride 1"),
@@ -75,6 +75,8 @@ CASES = (
     Bad("a list", "logits_dtype", lambda _: [FP32], TypeError, "torch.bfloat16 or torch.float32"),
     Bad("a name", "bias_dtype", lambda _: "bfloat16", TypeError, "torch.float32"),
     Bad("a list", "routing_bias", lambda b: b.tolist(), TypeError, "expected a tensor"),
+    Bad("numpy's, to be cast", "routing_bias", lambda b: b.cpu().numpy(), TypeError, "a tensor of torch"),
+    Bad("negative bit", "routing_bias", torch._neg_view, ValueError, "resolve_neg"),
     Bad("another", "layout", lambda _: "128x4", ValueError, "swizzled_8x4"),
     Bad("another number", "routing_bias", lambda b: b[:-1], ValueError, f"[{E}]"),
     Bad("two dimensions", "routing_bias", lambda b: b[None], ValueError, f"[{E}]"),
@@ -167,6 +169,27 @@ def test_fake_tensors_do_not_reach_the_extension() -> None:
         x, scale = torch.empty(M, K, dtype=BF16), torch.empty(1)
         with pytest.raises((TypeError, ValueError)):
             _core.moe_fp4_preamble(x, scale, None, None, "linear", None, None, None, allocate)
+
+
+def test_a_bias_of_numpy_is_handed_on() -> None:
+    args, _ = _call(torch.device("cpu"))
+    bias = args["routing_bias"].numpy()
+    assert vllm_hotpath.moe_fp4_preamble(**args | {"routing_bias": bias, "bias_dtype": None})[3] is bias
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("layout", "128x4", "expected one of linear, "),
+        ("hidden_states", torch.ones(K, dtype=BF16), "expected rows of"),
+    ],
+)
+def test_the_dispatcher_names_op_and_argument_too(argument: str, value: object, expected: str) -> None:
+    args, _ = _call(torch.device("cpu"))
+    args |= {argument: value, "out": None, "out_scale": None}
+    expected = f"^moe_fp4_preamble: {argument}: {expected}"
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match=expected):
+        vllm_hotpath.moe_fp4_preamble(**args)
 
 
 def test_is_supported_knows_the_limits_of_a_gate() -> None:

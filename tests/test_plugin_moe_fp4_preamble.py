@@ -408,6 +408,19 @@ def test_a_load_that_fails_half_way_renews_the_bias_too(one: Process) -> None:
     assert kept.tolist() == [1.0] * EXPERTS
 
 
+def test_why_a_load_failed_is_not_hidden_by_a_refresh_that_fails(one: Process) -> None:
+    bias = torch.nn.Parameter(torch.zeros(EXPERTS))
+
+    def loader(param: torch.Tensor) -> None:
+        param.untyped_storage().resize_(0)
+        raise OSError("the file is gone")
+
+    bias.weight_loader = loader  # type: ignore[attr-defined]
+    consumed(bias)
+    with pytest.raises(OSError, match="the file is gone"):
+        bias.weight_loader(bias)  # type: ignore[attr-defined]
+
+
 def test_a_loader_that_is_put_in_later_is_followed_from_the_next_call_on(one: Process) -> None:
     bias = torch.nn.Parameter(torch.zeros(EXPERTS))
     kept = consumed(bias)

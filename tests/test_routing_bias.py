@@ -52,6 +52,13 @@ def test_a_changed_bias_is_cast_anew_into_the_same_memory(device: torch.device, 
     assert_same_bits(again, bias.detach().to(BF16))
 
 
+def test_bf16_does_not_tell_near_biases_apart() -> None:
+    """Why a bias is not cast where fp32 is taken (docs/kernels/moe_fp4_preamble.md)."""
+    biases = torch.linspace(11.13, 11.32, 256)
+    assert len(biases.unique()) > 190
+    assert len(cast_once(biases, BF16).unique()) == 4
+
+
 def test_another_number_of_experts_is_other_memory(device: torch.device, rng: torch.Generator) -> None:
     bias = _bias(device, rng)
     kept = cast_once(bias, BF16)

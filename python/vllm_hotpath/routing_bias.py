@@ -3,8 +3,8 @@
 FlashInfer's MoE kernels before 0.6.18 take the bias in bf16 only, and a cast in the layer is a launch a layer
 and step. Newer ones take fp32, and there a cast would change the routing.
 
-To make or to renew a copy waits for the current stream, the one place in this package that does so: every
-later call then finds it ready, on any stream.
+To make or to renew a copy waits for the current stream, which no op does otherwise: every later call then
+finds it ready, on any stream.
 """
 
 from __future__ import annotations

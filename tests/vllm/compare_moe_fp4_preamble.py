@@ -195,6 +195,8 @@ def check_bias() -> None:
 
 
 def consume(experts: Any, bias: torch.Tensor | None) -> None:
+    """Through vLLM's kernel object, which hands the bias to the experts in its own way."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 
@@ -204,18 +206,16 @@ def consume(experts: Any, bias: torch.Tensor | None) -> None:
     layer.gemm1_clamp_limit = layer.g1_scale_c = None
     layer.topk = layer.intermediate_size_per_partition = layer.local_num_experts = 8
     layer.ep_rank = 0
-    scales = torch.zeros(2, HIDDEN // 16, dtype=torch.uint8)
-    rows = torch.zeros(2, HIDDEN // 2, dtype=torch.uint8)
-    layer.apply(
-        rows,
+    prepare = importlib.import_module(PREPARE).make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=True)
+    modular_kernel.FusedMoEKernelMonolithicImpl(prepare, layer).apply(
+        activations(2),
         None,
         None,
         torch.zeros(2, EXPERTS),
-        activation=MoEActivation.SILU,
-        global_num_experts=EXPERTS,
-        expert_map=None,
-        a1q_scale=scales,
-        apply_router_weight_on_input=False,
+        MoEActivation.SILU,
+        EXPERTS,
+        None,
+        False,
         e_score_correction_bias=bias,
     )
 

@@ -66,7 +66,7 @@ def moe_fp4_preamble(
         gate_weight: bf16 ``[E, K]``, ``E`` from 1 to 1024. Row stride free, column stride 1. Must not be
             written by the kernel that runs before in the stream: it is read early.
         logits_dtype: ``torch.bfloat16`` or ``torch.float32``; None is bf16. Only with a gate.
-        routing_bias: bf16, fp16 or fp32 ``[E]``.
+        routing_bias: bf16, fp16 or fp32 ``[E]``, any stride; with ``bias_dtype`` a tensor of torch.
         bias_dtype: what the consumer takes, bf16, fp16 or fp32; None leaves the bias as it is, and without a
             bias there is none. A bias of another dtype is cast once and kept
             (:func:`vllm_hotpath.refresh_routing_bias` renews it after a reload that torch does not see).
@@ -91,8 +91,17 @@ def moe_fp4_preamble(
         if given is not None and not (isinstance(given, torch.dtype) and given in allowed):
             expected = " or ".join(map(str, allowed))
             raise TypeError(f"moe_fp4_preamble: {argument}: expected {expected}, got {given}")
+    # The cast is torch's, and would fail when all else is done.
+    if bias_dtype is not None and not isinstance(routing_bias, torch.Tensor | None):
+        raise TypeError(
+            f"moe_fp4_preamble: routing_bias: expected a tensor of torch to cast to {bias_dtype}, "
+            f"got {type(routing_bias).__name__}"
+        )
     if through_dispatcher(hidden_states, global_scale, gate_weight, routing_bias, out, out_scale, out_logits):
-        out, out_scale = make_outputs(hidden_states, hidden_states.shape[-1], layout, out, out_scale)
+        source = {"hidden_states": hidden_states}
+        out, out_scale = make_outputs(
+            "moe_fp4_preamble", source, hidden_states.shape[-1], {"layout": layout}, out, out_scale
+        )
         if gate_weight is not None and out_logits is None:
             shape = (hidden_states.shape[0], gate_weight.shape[0])
             out_logits = hidden_states.new_empty(shape, dtype=logits_dtype or torch.bfloat16)

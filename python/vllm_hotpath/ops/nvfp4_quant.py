@@ -53,7 +53,9 @@ def nvfp4_quantize(
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
     if through_dispatcher(x, global_scale, out, out_scale):
-        out, out_scale = make_outputs(x, x.shape[-1], layout, out, out_scale)
+        out, out_scale = make_outputs(
+            "nvfp4_quantize", {"x": x}, x.shape[-1], {"layout": layout}, out, out_scale
+        )
         torch.ops.vllm_hotpath.nvfp4_quantize(x, global_scale, layout, out, out_scale)
         return out, out_scale
     return _core.nvfp4_quantize(x, global_scale, layout, out, out_scale, allocate)
@@ -92,7 +94,14 @@ def silu_mul_nvfp4(
         RuntimeError: CUDA refused the launch, or this build has no kernel for the GPU.
     """
     if through_dispatcher(gate_up, global_scale, mask_m, out, out_scale):
-        out, out_scale = make_outputs(gate_up, gate_up.shape[-1] // 2, layout, out, out_scale)
+        out, out_scale = make_outputs(
+            "silu_mul_nvfp4",
+            {"gate_up": gate_up},
+            gate_up.shape[-1] // 2,
+            {"layout": layout},
+            out,
+            out_scale,
+        )
         torch.ops.vllm_hotpath.silu_mul_nvfp4(gate_up, global_scale, layout, mask_m, out, out_scale)
         return out, out_scale
     return _core.silu_mul_nvfp4(gate_up, global_scale, layout, mask_m, out, out_scale, allocate)
@@ -145,10 +154,11 @@ def add_rms_norm_nvfp4(
     """
     tensors = (x, residual, weight, global_scale, out_norm, second_scale)
     if through_dispatcher(*tensors, out, out_scale, second_out, second_out_scale):
-        out, out_scale = make_outputs(x, x.shape[-1], layout, out, out_scale)
+        op, width = "add_rms_norm_nvfp4", x.shape[-1]
+        out, out_scale = make_outputs(op, {"x": x}, width, {"layout": layout}, out, out_scale)
         if second_scale is not None:
             second_out, second_out_scale = make_outputs(
-                x, x.shape[-1], second_layout, second_out, second_out_scale
+                op, {"x": x}, width, {"second_layout": second_layout}, second_out, second_out_scale
             )
         torch.ops.vllm_hotpath.add_rms_norm_nvfp4(
             x,
@@ -190,17 +200,24 @@ def add_rms_norm_nvfp4(
 
 
 def make_outputs(
-    x: torch.Tensor,
+    op: str,
+    source: dict[str, torch.Tensor],
     width: int,
-    layout: ScaleLayout,
+    layout: dict[str, ScaleLayout],
     out: torch.Tensor | None,
     out_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The given outputs, or new ones for rows of ``width`` elements."""
-    if layout not in _TILES:
-        raise ValueError(f"layout: expected one of {', '.join(_TILES)}, got {layout!r}")
+    """The given outputs, or new ones for rows of ``width`` elements of ``source``.
+
+    ``source`` and ``layout`` come under their names as arguments of ``op``, for the messages.
+    """
+    ((source_name, x),), ((layout_name, tiling),) = source.items(), layout.items()
+    if x.dim() < 2:
+        raise ValueError(f"{op}: {source_name}: expected rows of elements, got shape {list(x.shape)}")
+    if tiling not in _TILES:
+        raise ValueError(f"{op}: {layout_name}: expected one of {', '.join(_TILES)}, got {tiling!r}")
     *experts, rows, _ = x.shape
-    tall, wide = _TILES[layout]
+    tall, wide = _TILES[tiling]
     if out is None:
         out = x.new_empty((*experts, rows, width // 2), dtype=torch.uint8)
     if out_scale is None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_hotpath.plugin.targets import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import torch
 
@@ -107,15 +106,15 @@ class Gate:
         return (logits, None) if getattr(self.gate, "return_bias", True) else logits
 
 
-@contextmanager
-def errors_of(layer_name: str | None) -> Iterator[None]:
-    """Errors of our ops name the layer that they come from."""
-    try:
-        yield
-    except (TypeError, ValueError, RuntimeError) as error:
-        if layer_name is None or type(error) not in {TypeError, ValueError, RuntimeError}:
-            raise
-        raise type(error)(f"{layer_name}: {error}") from error
+OP_ERRORS = (TypeError, ValueError, RuntimeError)
+"""What our ops raise."""
+
+
+def raise_named(error: Exception, layer_name: str | None) -> NoReturn:
+    """Raise an error of our ops with the layer that it comes from; subclasses have made their own texts."""
+    if layer_name is None or type(error) not in OP_ERRORS:
+        raise error
+    raise type(error)(f"{layer_name}: {error}") from error
 
 
 def hook(

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use super::{Op, carry_out, nvfp4_quant, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
-use crate::gate::{Gate, Logits};
+use crate::gate::{Gate, Logits, MAX_TOKENS};
 use crate::nvfp4::BLOCK;
 use crate::tensor::{DType, Tensor};
 use nvfp4_quant::{Outputs, Quantized};
@@ -68,6 +68,13 @@ pub fn moe_fp4_preamble<'py>(
     let gate = match gate_weight {
         Some(object) => {
             arguments.read(object, &mut weight)?;
+            // Without a gate these are right, so the message says what they do not go with.
+            if hidden.dtype != DType::BF16 {
+                return Err(hidden.type_error("dtype bfloat16 with gate_weight"));
+            }
+            if rows > MAX_TOKENS {
+                return Err(hidden.value_error(format!("at most {MAX_TOKENS} tokens with gate_weight")));
+            }
             let gate = Gate::check(&hidden, &weight, BLOCK as i64, &[DType::BF16], &EXPERTS)?;
             weight.expect_device(hidden.device, hidden.name)?;
             let dtype = Logits::dtype(op, logits_dtype, DType::BF16)?;

@@ -10,6 +10,7 @@ gate has seen it use before. Everything else is quantised by itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -157,8 +158,10 @@ def _quantize(original: Callable[..., Any]) -> Callable[..., Any]:
         scale = _scale(quant_config, defer_input_quant)
         if scale is None or not _takes(a1):
             return original(a1, quant_config, defer_input_quant)
-        with moe_gate.errors_of(_thread.layer_name):
+        try:
             made = moe_fp4_preamble(a1, scale)
+        except moe_gate.OP_ERRORS as error:
+            moe_gate.raise_named(error, _thread.layer_name)
         _say.used(_thread.layer_name, "is quantised by our op")
         return made.packed, made.scales.view(torch.float8_e4m3fn)
 
@@ -198,10 +201,12 @@ class _Gate(moe_gate.Gate):
             if not torch.compiler.is_compiling():
                 setattr(logits, _PREPARED, _Prepared(self))
             return result
-        with moe_gate.errors_of(self.layer_name):
+        try:
             made = self._op(
                 x, scale, gate_weight=self.gate.weight, logits_dtype=self.logits_dtype(x.shape[0])
             )
+        except moe_gate.OP_ERRORS as error:
+            moe_gate.raise_named(error, self.layer_name)
         logits = made.router_logits
         assert logits is not None
         scales = made.scales.view(torch.float8_e4m3fn)
@@ -291,21 +296,31 @@ def _runner(original: Callable[..., Any], *, gate: bool) -> Callable[..., Any]:
 # ---- vLLM 0.22.1: the routing bias ----
 
 
+def _then_refresh(load: Callable[[], Any], bias: Any = None) -> Any:
+    """Load, then renew the casts, also of what is half written. What a load raises is not hidden by that."""
+    from vllm_hotpath.routing_bias import refresh_routing_bias
+
+    try:
+        result = load()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            refresh_routing_bias(bias)
+        raise
+    refresh_routing_bias(bias)
+    return result
+
+
 class _Loader:
-    """The weight loader of a bias: loads as before, then renews the casts, also of what is half written."""
+    """The weight loader of a bias: loads as before, then renews the casts."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         # Its name and signature, which vLLM asks a loader for.
         functools.update_wrapper(self, original)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        from vllm_hotpath.routing_bias import refresh_routing_bias
-
         original: Callable[..., Any] = vars(self)["__wrapped__"]
-        try:
-            return original(*arguments, **options)
-        finally:
-            refresh_routing_bias(arguments[0] if arguments else options.get("param"))
+        bias = arguments[0] if arguments else options.get("param")
+        return _then_refresh(lambda: original(*arguments, **options), bias)
 
 
 def _follow(bias: torch.Tensor) -> bool:
@@ -346,12 +361,7 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reload(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def reload(*arguments: Any, **options: Any) -> Any:
-        from vllm_hotpath.routing_bias import refresh_routing_bias
-
-        try:
-            return original(*arguments, **options)
-        finally:
-            refresh_routing_bias()
+        return _then_refresh(lambda: original(*arguments, **options))
 
     return reload
 

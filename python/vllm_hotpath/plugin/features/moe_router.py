@@ -147,7 +147,7 @@ class _Gate(moe_gate.Gate):
         chosen = torch.empty(2, tokens, top_k, dtype=torch.int32, device=x.device)
         topk_weights, topk_ids = chosen[0].view(torch.float32), chosen[1]
         groups, kept = _groups(router)
-        with moe_gate.errors_of(self.layer_name):
+        try:
             self._op(
                 x,
                 weight,
@@ -163,6 +163,8 @@ class _Gate(moe_gate.Gate):
                 topk_weights=topk_weights,
                 topk_ids=topk_ids,
             )
+        except moe_gate.OP_ERRORS as error:
+            moe_gate.raise_named(error, self.layer_name)
         _take_padding_out(router, chosen)
         setattr(logits, _ROUTED, _Routed(router, topk_weights, topk_ids))
         return self.result(logits)
