@@ -34,6 +34,9 @@ class _KeptGraph(torch.cuda.CUDAGraph):
     def __new__(cls, keep_graph: bool = True) -> _KeptGraph:
         return super().__new__(cls, True)
 
+    def __init__(self, keep_graph: bool = True) -> None:
+        super().__init__(True)
+
 
 def prepare() -> None:
     """Keep captured graphs and make context chunks small, in this process."""

@@ -52,6 +52,11 @@ class Call:
     hidden: torch.Tensor
     weight: torch.Tensor
     form: Form
+    # Made with the call, because a capture cannot copy it from the host.
+    scale: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", scale_of(self.form.scale, self.hidden.device))
 
     def to(self, device: torch.device | str) -> Call:
         """The same values on a device, in the same layouts."""
@@ -61,7 +66,7 @@ class Call:
     def run(self, **options: Any) -> MoePreamble:
         return vllm_hotpath.moe_fp4_preamble(
             self.hidden,
-            scale_of(self.form.scale, self.hidden.device),
+            self.scale,
             **{"gate_weight": self.weight, "logits_dtype": self.form.logits, "layout": self.form.layout}
             | options,
         )

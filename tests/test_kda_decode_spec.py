@@ -135,9 +135,18 @@ def test_a_16_bit_state_is_not_rounded_between_tokens(
     wide = call.copy()
     wide.args["state"] = call["state"].nan_to_num(0, 0, 0).float()
     got, want = call.run(), wide.run()
-    assert_same_bits(got, want, "out")
     slots = call["state_indices"][0].long()
-    assert_same_bits(call["state"][slots], wide["state"][slots].to(state_dtype), "state")
+    state, wide_state = call["state"][slots], wide["state"][slots].to(state_dtype)
+    if device.type == "cpu":
+        assert_same_bits(got, want, "out")
+        assert_same_bits(state, wide_state, "state")
+        return
+    # The two dtypes' kernels sum in different orders: a last bit now and then. A state that is rounded
+    # between tokens is off by one in a tenth of the elements and more.
+    for ours, theirs in ((got, want), (state, wide_state)):
+        differ = (as_bits(ours) != as_bits(theirs)).float().mean().item()
+        assert differ < 0.005
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2**-6, atol=1e-6)
 
 
 def test_counts_that_no_row_may_have_touch_nothing(device: torch.device, rng: torch.Generator) -> None:

@@ -216,12 +216,12 @@ def test_the_ops_wait_for_a_producer_that_lets_them_start_early(rng: torch.Gener
 
 
 def test_one_kernel_node_a_call() -> None:
-    x = torch.zeros(5, 464, dtype=BF16, device=CUDA)
+    x, gate_up = (torch.zeros(5, width, dtype=BF16, device=CUDA) for width in (464, 928))
     scale, weight = scale_of(1.0, CUDA), torch.ones(464, dtype=BF16, device=CUDA)
     residual = x.clone()
     calls = (
         lambda: vllm_hotpath.nvfp4_quantize(x, scale, layout="swizzled_128x4"),
-        lambda: vllm_hotpath.silu_mul_nvfp4(x, scale, layout="swizzled_8x4"),
+        lambda: vllm_hotpath.silu_mul_nvfp4(gate_up, scale, layout="swizzled_8x4"),
         lambda: vllm_hotpath.add_rms_norm_nvfp4(x, residual, weight, 1e-6, scale, layout="swizzled_128x4"),
     )
     for call in calls:
