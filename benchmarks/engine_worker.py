@@ -35,7 +35,7 @@ class _KeptGraph(torch.cuda.CUDAGraph):
         return super().__new__(cls, True)
 
     def __init__(self, keep_graph: bool = True) -> None:
-        super().__init__(True)
+        super().__init__(True)  # type: ignore[call-arg]
 
 
 def prepare() -> None:
@@ -84,6 +84,10 @@ class Probe:
     def hotpath_context(self) -> dict[str, Any]:
         """What the watch has found."""
         return dict(self._hotpath_loop)
+
+    def hotpath_process(self) -> int:
+        """The process of this rank."""
+        return os.getpid()
 
     def hotpath_graphs(self) -> list[dict[str, Any]]:
         """The structure of every captured full decode graph."""

@@ -134,6 +134,7 @@ def engine(run: dict[str, Any]) -> dict[str, Any]:
         answer(llm, 1, 8, "first")
         result["context"] = llm.collective_rpc("hotpath_context")
         result["graphs"] = llm.collective_rpc("hotpath_graphs")
+        result["processes"] = llm.collective_rpc("hotpath_process")
         result["runs"] = {}
         for batch in BATCHES:
             tokens = TOKENS if run["measure"] else 8
@@ -197,6 +198,8 @@ def start(run: dict[str, Any], number: int, scratch: Path) -> dict[str, Any]:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # Plugins are loaded before vLLM marks a worker's lines, so that the process is on the line instead.
+        "VLLM_LOGGING_PREFIX": "process %(process)d ",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -230,18 +233,19 @@ def finish(runs: list[dict[str, Any]], limit: float) -> None:
         process.wait()
         result = Path(run["scratch"]) / "result.json"
         run.update(json.loads(result.read_text()) if result.exists() else {})
-        run["lines"] = route_lines(Path(run["log"]).read_text(errors="replace"))
+        run["lines"] = route_lines(Path(run["log"]).read_text(errors="replace"), run.pop("processes", []))
         if run["outcome"] != "answered":
             run["tail"] = Path(run["log"]).read_text(errors="replace")[-3000:]
 
 
-def route_lines(log: str) -> dict[str, list[str]]:
-    """What each worker process has reported of the features."""
-    pattern = re.compile(r"^\((Worker\S*) .*?\] (" + "|".join(FEATURES) + r"): (.*)$", re.MULTILINE)
-    lines: dict[str, list[str]] = {}
-    for worker, feature, outcome in pattern.findall(log):
-        lines.setdefault(worker, []).append(f"{feature}: {outcome.strip()}")
-    return {worker: sorted(said) for worker, said in sorted(lines.items())}
+def route_lines(log: str, processes: list[int]) -> dict[str, list[str]]:
+    """What the worker of each rank, whose process is given, has reported of the features."""
+    pattern = re.compile(rf"process (\d+) INFO .*?\] ({'|'.join(FEATURES)}): (.*)$", re.MULTILINE)
+    lines: dict[str, list[str]] = {f"rank {rank}": [] for rank in range(len(processes))}
+    for process, feature, outcome in pattern.findall(log):
+        if int(process) in processes:
+            lines[f"rank {processes.index(int(process))}"].append(f"{feature}: {outcome.strip()}")
+    return {rank: sorted(said) for rank, said in lines.items()}
 
 
 def main() -> int:
@@ -368,12 +372,16 @@ def page(measured: list[dict[str, Any]], runs: list[dict[str, Any]]) -> tuple[st
         said = {json.dumps(run["lines"]) for run in of if run["outcome"] == "answered"}
         for each in sorted(said):
             ranks = json.loads(each)
-            for worker, reports in ranks.items():
-                lines.append([str(kind[0]), _set_name(list(kind[1])), worker, "; ".join(reports)])
-            if kind[1] and (len(ranks) != 2 or len({json.dumps(v) for v in ranks.values()}) != 1):
-                wrong.append(
-                    f"DCP {kind[0]}, {_set_name(list(kind[1]))}: the ranks report different features"
-                )
+            for rank, reported in ranks.items():
+                lines.append([str(kind[0]), _set_name(list(kind[1])), rank, "; ".join(reported)])
+            reports = list(ranks.values())
+            if len(reports) != 2 or reports[0] != reports[1]:
+                problem = "the ranks report different features"
+            elif len(reports[0]) != len(kind[1]):
+                problem = f"{len(kind[1])} features were asked for and {len(reports[0])} reported"
+            else:
+                continue
+            wrong.append(f"DCP {kind[0]}, {_set_name(list(kind[1]))}: {problem}")
     answered = sum(run["outcome"] == "answered" for run in runs)
     table = report.markdown_table
     parts = [
@@ -413,7 +421,7 @@ def page(measured: list[dict[str, Any]], runs: list[dict[str, Any]]) -> tuple[st
         "",
         "## What each rank reports",
         "",
-        table(["DCP", "flags", "process", "lines"], lines, text_columns=4),
+        table(["DCP", "flags", "", "lines"], lines, text_columns=4),
     ]
     if wrong:
         parts += ["", "## Not as it must be", "", *(f"- {problem}" for problem in wrong)]

@@ -88,6 +88,7 @@ __device__ __forceinline__ void kda_decode(const KdaParams& p) {
 
     if constexpr (kStaged) {
         if (thread == 0) init_barrier(&shared.arrived);
+        __syncwarp();
     }
 
     wait_for_prior_grids();

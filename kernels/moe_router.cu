@@ -56,6 +56,9 @@ constexpr uint32_t kMinusInfinityKey = 0x007FFFFFu;
 constexpr uint32_t kDropped = 0x80000000u;
 constexpr uint32_t kNever = 0;  // key of what is not there or not to be selected
 
+// With fewer experts in one group vLLM's kernel does not keep the score but subtracts the bias from the sum again.
+constexpr uint32_t kScoreKeptExperts = 256;
+
 // The score of a logit and the key of what it is selected by.
 __device__ __forceinline__ uint2 scored(const RouterParams& p, float logit, float bias) {
     if (p.scoring == kSoftmax) return make_uint2(__float_as_uint(logit), kNever);
@@ -63,6 +66,7 @@ __device__ __forceinline__ uint2 scored(const RouterParams& p, float logit, floa
     if (p.selection == kSingle) {
         // What is not finite comes last, with weight zero.
         const float sum = score + bias;
+        if (p.gate.experts < kScoreKeptExperts) score = sum - bias;
         const bool finite = fabsf(logit) < INFINITY && fabsf(sum) < INFINITY;
         return finite ? make_uint2(__float_as_uint(score), order_key(sum)) : make_uint2(0, kMinusInfinityKey);
     }

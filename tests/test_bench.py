@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import pytest
@@ -17,6 +19,10 @@ from vllm_hotpath.bench.ops import load
 from vllm_hotpath.bench.ops.mla_kv_pack import Shape, bytes_moved
 from vllm_hotpath.bench.timing import Timing
 from vllm_hotpath.cli.bench import select
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTS = {
@@ -316,3 +322,89 @@ def test_a_case_is_timed_against_both_floors(op: str) -> None:
         assert 0.3 < result.median_us < 1000, name
         assert result.p10_us <= result.median_us <= result.p90_us
     assert 0.1 < measured.tb_per_s < 20
+
+
+# ---- Engines on two GPUs ---------------------------------------------------------------------------------
+
+_LOG = """\
+process 11 INFO 11-30 10:00:00 [report.py:36] mla_kv_pack: on
+(Worker_TP1 pid=12) process 12 INFO 11-30 10:00:00 [report.py:36] mla_kv_pack: on
+process 11 INFO 11-30 10:00:01 [report.py:36] moe_shared_experts: stock: the order changes tokens
+process 12 INFO 11-30 10:00:01 [report.py:36] moe_shared_experts: stock: the order changes tokens
+process 9 INFO 11-30 10:00:00 [report.py:36] mla_kv_pack: on
+process 12 INFO 11-30 10:00:02 [report.py:36] mla_two_stream: on
+process 11 INFO 11-30 10:00:02 [report.py:36] mla_two_stream: on
+process 12 INFO 11-30 10:00:02 [other.py:1] something: else
+"""
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("engines_two_gpus")
+
+
+def _engine_runs(engines: ModuleType) -> list[dict[str, Any]]:
+    """Two answered runs without DCP: stock, and with the flags whose results are bit by bit the same."""
+    graph = {
+        "tokens": 1,
+        "nodes": 100,
+        "ours": 0,
+        "collectives": 24,
+        "nodes_that_overlap": 0,
+        "concurrent_with_collectives": 0,
+    }
+    chunk = {"chunks": 2, "sha": "aa", "repeated": True, "device_us": 10.0, "host_us": 20.0}
+    times = {"ids": ["feed"], "token_us": 100.0, "graph_us": [90.0, 91.0]}
+    runs: list[dict[str, Any]] = [
+        {
+            "dcp": 1,
+            "flags": list(flags),
+            "outcome": "answered",
+            "graphs": [[dict(graph)], [dict(graph)]],
+            "context": [dict(chunk), dict(chunk)],
+            "runs": {"1": dict(times)},
+            "lines": engines.route_lines(_LOG if flags else "", [11, 12]),
+        }
+        for flags in ((), engines.BIT_EXACT)
+    ]
+    return runs
+
+
+def test_lines_of_an_engine_go_to_the_rank_that_wrote_them(engines: ModuleType) -> None:
+    lines = engines.route_lines(_LOG, [12, 11])
+    said = ["mla_kv_pack: on", "mla_two_stream: on", "moe_shared_experts: stock: the order changes tokens"]
+    assert lines == {"rank 0": said, "rank 1": said}
+
+
+def test_page_of_engines_on_two_gpus(engines: ModuleType) -> None:
+    runs = _engine_runs(engines)
+    text, wrong = engines.page(runs, runs)
+    assert wrong == []
+    assert "2 of 2 starts" in text
+    assert "| 1 | bit-exact | 1 | 91.0 | +0.0 % | 100.0 | +0.0 % | equal |" in text
+    assert "| 1 | bit-exact | rank 1 | mla_kv_pack: on; mla_two_stream: on" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda run: run["runs"]["1"].update(ids=["dead"]), "tokens differ"),
+        (lambda run: run["context"][1].update(sha="bb"), "rank 1: the context loop's result differs"),
+        (lambda run: run["context"][0].update(repeated=False), "rank 0: the context loop's result differs"),
+        (lambda run: run["context"][0].clear(), "no context of several chunks"),
+        (lambda run: run["graphs"][0][0].update(concurrent_with_collectives=3), "can be overlapped"),
+        (lambda run: run["lines"]["rank 1"].pop(), "the ranks report different features"),
+        (lambda run: [said.pop() for said in run["lines"].values()], "3 features were asked for"),
+        (lambda run: run.update(outcome="hung: no answer in 200 s"), "hung"),
+    ],
+)
+def test_page_of_engines_names_what_is_wrong(
+    engines: ModuleType, change: Callable[[dict[str, Any]], Any], problem: str
+) -> None:
+    runs = _engine_runs(engines)
+    change(runs[1])
+    text, wrong = engines.page(runs, runs)
+    assert len(wrong) == 1
+    assert problem in wrong[0]
+    assert wrong[0] in text

@@ -105,6 +105,9 @@ def _select_row(score: np.ndarray, logit: torch.Tensor, options: Options) -> tup
         if options.n_group == 1 and not general and options.scoring == "sigmoid":
             finite = torch.isfinite(logit).numpy() & np.isfinite(sums)
             score = np.where(finite, score, 0).astype(np.float32)
+            if experts < 256:
+                # There vLLM's kernel does not keep the score but subtracts the bias from the sum again.
+                score = np.where(finite, sums - bias, 0).astype(np.float32)
             sums = np.where(finite, sums, -np.inf).astype(np.float32)
         allowed = np.full(experts, True)
         if general:

@@ -39,6 +39,9 @@ struct Scored {
     candidate: bool,
 }
 
+/// From so many experts in one group on.
+const SCORE_KEPT_EXPERTS: usize = 256;
+
 fn scores(plan: &Plan<'_>, logits: &[f32]) -> Vec<Scored> {
     let choice = plan.choice;
     let bias = |expert: usize| {
@@ -65,6 +68,8 @@ fn scores(plan: &Plan<'_>, logits: &[f32]) -> Vec<Scored> {
             Selection::Single if !(logit.is_finite() && sum.is_finite()) => {
                 (score, sum) = (0.0, f32::NEG_INFINITY);
             }
+            // There vLLM's kernel does not keep the score but subtracts the bias from the sum again.
+            Selection::Single if logits.len() < SCORE_KEPT_EXPERTS => score = sum - bias(expert),
             Selection::Many => {
                 if sum.is_nan() {
                     sum = f32::NEG_INFINITY;
