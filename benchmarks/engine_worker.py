@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import statistics
+import sys
 import time
 import zlib
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +18,8 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+from vllm_hotpath.plugin import hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,9 +88,13 @@ class Probe:
         """What the watch has found."""
         return dict(self._hotpath_loop)
 
-    def hotpath_process(self) -> int:
-        """The process of this rank."""
-        return os.getpid()
+    def hotpath_patched(self) -> dict[str, list[str]]:
+        """The features of which this rank's process runs patches, and the modules that have them."""
+        found: dict[str, list[str]] = {}
+        for name, module in sorted(sys.modules.items()):
+            for feature in vars(module).get(hooks.PATCHED_BY, ()) if module else ():
+                found.setdefault(feature, []).append(name)
+        return found
 
     def hotpath_graphs(self) -> list[dict[str, Any]]:
         """The structure of every captured full decode graph."""
@@ -193,6 +200,7 @@ def _structure(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
     ask("cuGraphGetEdges_v2", handle, sources, targets, data, ctypes.byref(count))
 
     work, collectives, ours = 0, [], 0
+    names = [""] * len(nodes)
     for i, node in enumerate(nodes):
         kind = ctypes.c_int()
         ask("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
@@ -205,7 +213,7 @@ def _structure(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
                 ask("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(params.func))
             else:
                 ask("cuKernelGetName", ctypes.byref(name), ctypes.c_void_p(params.kern))
-            symbol = (name.value or b"").decode()
+            symbol = names[i] = (name.value or b"").decode()
             if "nccl" in symbol.lower():
                 collectives.append(i)
             ours += symbol.startswith(("moe_router_", "mla_kv_pack", "kda_decode", "nvfp4_", "moe_fp4_"))
@@ -216,7 +224,8 @@ def _structure(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
         after[index[source]].append(index[target])
         before[index[target]].append(index[source])
     ancestors, descendants = _closure(before, after), _closure(after, before)
-    concurrent = [(work & ~ancestors[i] & ~descendants[i] & ~(1 << i)).bit_count() for i in collectives]
+    beside = [work & ~ancestors[i] & ~descendants[i] & ~(1 << i) for i in collectives]
+    kernels = {names[k] for nodes_of in beside for k in range(len(nodes)) if nodes_of >> k & 1}
     branching = sum(
         bool(work & ~ancestors[i] & ~descendants[i] & ~(1 << i)) for i in range(len(nodes)) if work >> i & 1
     )
@@ -224,7 +233,8 @@ def _structure(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
         "nodes": work.bit_count(),
         "ours": ours,
         "collectives": len(collectives),
-        "concurrent_with_collectives": sum(concurrent),
+        "concurrent_with_collectives": sum(nodes_of.bit_count() for nodes_of in beside),
+        "kernels_beside_collectives": sorted(kernels),
         "nodes_that_overlap": branching,
     }
 

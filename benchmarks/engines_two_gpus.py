@@ -6,7 +6,7 @@ Needs vLLM, the installed package and two GPUs. Every engine is a small DeepSeek
 weights under tensor parallelism, half of them under decode context parallelism as well, and prompts so
 long that their context is read in chunks; collectives go through NCCL. Writes
 ``<gpu>-two-gpus.{md,json}``: whether tokens and context loops are bit by bit those of the stock engine,
-what each rank's process reports of the features, whether the captured decode graphs have a collective that
+what each rank's process runs of the features, whether the captured decode graphs have a collective that
 anything could overlap, times, and how many of the starts came up and answered.
 """
 
@@ -32,7 +32,9 @@ HERE = Path(__file__).resolve().parent
 BIT_EXACT = ("VLLM_HOTPATH_MLA_KV_PACK", "VLLM_MLA_TWO_STREAM_DECODE", "VLLM_MOE_SHARED_EXPERTS_TWO_STREAM")
 ALL = (*BIT_EXACT, "VLLM_HOTPATH_MOE_ROUTER")
 FEATURES = ("mla_kv_pack", "mla_two_stream", "moe_shared_experts", "moe_router")
-LAYERS, PROMPT, TOKENS, BATCHES = 12, 1200, 64, (1, 8)
+# vLLM 0.22.1 decodes up to 512 tokens of a request at once: only longer pieces of a prompt read context.
+LAYERS, PROMPT, TOKENS, BATCHES = 12, 3000, 64, (1, 8)
+PIECE = 1024
 
 
 def write_model(folder: Path, layers: int) -> None:
@@ -105,9 +107,9 @@ def engine(run: dict[str, Any]) -> dict[str, Any]:
         skip_tokenizer_init=True,
         load_format="scaled_random",
         dtype="bfloat16",
-        max_model_len=2048,
+        max_model_len=4096,
         max_num_seqs=max(BATCHES),
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=PIECE,
         enable_prefix_caching=False,
         gpu_memory_utilization=0.08,
         kv_cache_memory_bytes=1 << 30,
@@ -134,7 +136,7 @@ def engine(run: dict[str, Any]) -> dict[str, Any]:
         answer(llm, 1, 8, "first")
         result["context"] = llm.collective_rpc("hotpath_context")
         result["graphs"] = llm.collective_rpc("hotpath_graphs")
-        result["processes"] = llm.collective_rpc("hotpath_process")
+        result["patched"] = llm.collective_rpc("hotpath_patched")
         result["runs"] = {}
         for batch in BATCHES:
             tokens = TOKENS if run["measure"] else 8
@@ -198,8 +200,6 @@ def start(run: dict[str, Any], number: int, scratch: Path) -> dict[str, Any]:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        # Plugins are loaded before vLLM marks a worker's lines, so that the process is on the line instead.
-        "VLLM_LOGGING_PREFIX": "process %(process)d ",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -233,19 +233,18 @@ def finish(runs: list[dict[str, Any]], limit: float) -> None:
         process.wait()
         result = Path(run["scratch"]) / "result.json"
         run.update(json.loads(result.read_text()) if result.exists() else {})
-        run["lines"] = route_lines(Path(run["log"]).read_text(errors="replace"), run.pop("processes", []))
+        run["lines"] = route_lines(Path(run["log"]).read_text(errors="replace"))
         if run["outcome"] != "answered":
             run["tail"] = Path(run["log"]).read_text(errors="replace")[-3000:]
 
 
-def route_lines(log: str, processes: list[int]) -> dict[str, list[str]]:
-    """What the worker of each rank, whose process is given, has reported of the features."""
-    pattern = re.compile(rf"process (\d+) INFO .*?\] ({'|'.join(FEATURES)}): (.*)$", re.MULTILINE)
-    lines: dict[str, list[str]] = {f"rank {rank}": [] for rank in range(len(processes))}
-    for process, feature, outcome in pattern.findall(log):
-        if int(process) in processes:
-            lines[f"rank {processes.index(int(process))}"].append(f"{feature}: {outcome.strip()}")
-    return {rank: sorted(said) for rank, said in lines.items()}
+def route_lines(log: str) -> list[str]:
+    """What the engine's processes have reported of the features, each line once.
+
+    A forked worker inherits the patches, and the line with them.
+    """
+    pattern = re.compile(rf"\] ({'|'.join(FEATURES)}): (.*)$", re.MULTILINE)
+    return sorted({f"{feature}: {outcome.strip()}" for feature, outcome in pattern.findall(log)})
 
 
 def main() -> int:
@@ -257,7 +256,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=20, metavar="N", help="engines to start in all")
     parser.add_argument("--at-once", type=int, default=7, metavar="N", help="engines that start side by side")
     parser.add_argument(
-        "--limit", type=float, default=200, metavar="S", help="seconds until a start has hung"
+        "--limit", type=float, default=240, metavar="S", help="seconds until a start has hung"
     )
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -368,26 +367,34 @@ def page(measured: list[dict[str, Any]], runs: list[dict[str, Any]]) -> tuple[st
             ]
             contexts.append([*row, "" if run is base else "equal" if same else "differ"])
     for kind in dict.fromkeys((run["dcp"], tuple(run["flags"])) for run in runs):
-        of = [run for run in runs if (run["dcp"], tuple(run["flags"])) == kind]
-        said = {json.dumps(run["lines"]) for run in of if run["outcome"] == "answered"}
-        for each in sorted(said):
-            ranks = json.loads(each)
-            for rank, reported in ranks.items():
-                lines.append([str(kind[0]), _set_name(list(kind[1])), rank, "; ".join(reported)])
-            reports = list(ranks.values())
-            if len(reports) != 2 or reports[0] != reports[1]:
-                problem = "the ranks report different features"
-            elif len(reports[0]) != len(kind[1]):
-                problem = f"{len(kind[1])} features were asked for and {len(reports[0])} reported"
+        answers = [run for run in runs if (run["dcp"], tuple(run["flags"])) == kind and "patched" in run]
+        which = [str(kind[0]), _set_name(list(kind[1]))]
+        for rank in range(2):
+            features = {", ".join(sorted(run["patched"][rank])) for run in answers}
+            lines += [[*which, f"rank {rank}", each or "none"] for each in sorted(features)]
+        lines += [
+            [*which, "lines", line] for line in sorted({line for run in answers for line in run["lines"]})
+        ]
+        for run in answers:
+            ranks = run["patched"]
+            # A feature that stays stock says so and patches nothing.
+            outcomes = [line.split(": ") for line in run["lines"] if " stays stock: " not in line]
+            on = {feature for feature, state, *_ in outcomes if state == "on"}
+            if len(ranks) != 2 or ranks[0] != ranks[1]:
+                problem = "the ranks run different features"
+            elif len(outcomes) != len(kind[1]):
+                problem = f"{len(kind[1])} features were asked for and {len(outcomes)} reported"
+            elif on != set(ranks[0]):
+                problem = f"{sorted(on)} are said to be on, and {sorted(ranks[0])} are"
             else:
                 continue
-            wrong.append(f"DCP {kind[0]}, {_set_name(list(kind[1]))}: {problem}")
+            wrong.append(f"DCP {which[0]}, {which[1]}: {problem}")
     answered = sum(run["outcome"] == "answered" for run in runs)
     table = report.markdown_table
     parts = [
         "Tensor parallel size 2; `DCP` is the decode context parallel size. DeepSeek-V3 style model, "
         f"{LAYERS} layers, 16 heads, hidden size 2048, 32 experts, random weights; prompts of {PROMPT} "
-        f"tokens, {TOKENS} new ones, chunked prefill of 512 tokens, context chunks of 512 tokens. All "
+        f"tokens, {TOKENS} new ones, chunked prefill of {PIECE} tokens, context chunks of 512 tokens. All "
         "reductions through NCCL, NVLink multicast off. `bit-exact` is "
         + ", ".join(f"`{flag}`" for flag in BIT_EXACT)
         + "; `all` adds `VLLM_HOTPATH_MOE_ROUTER`, whose logits are summed in another order.",
@@ -419,9 +426,12 @@ def page(measured: list[dict[str, Any]], runs: list[dict[str, Any]]) -> tuple[st
             text_columns=2,
         ),
         "",
-        "## What each rank reports",
+        "## What each rank runs",
         "",
-        table(["DCP", "flags", "", "lines"], lines, text_columns=4),
+        "Features whose patches are in the modules of the rank's process, and the lines that the engine's "
+        "processes have logged.",
+        "",
+        table(["DCP", "flags", "", ""], lines, text_columns=4),
     ]
     if wrong:
         parts += ["", "## Not as it must be", "", *(f"- {problem}" for problem in wrong)]

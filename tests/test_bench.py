@@ -327,14 +327,12 @@ def test_a_case_is_timed_against_both_floors(op: str) -> None:
 # ---- Engines on two GPUs ---------------------------------------------------------------------------------
 
 _LOG = """\
-process 11 INFO 11-30 10:00:00 [report.py:36] mla_kv_pack: on
-(Worker_TP1 pid=12) process 12 INFO 11-30 10:00:00 [report.py:36] mla_kv_pack: on
-process 11 INFO 11-30 10:00:01 [report.py:36] moe_shared_experts: stock: the order changes tokens
-process 12 INFO 11-30 10:00:01 [report.py:36] moe_shared_experts: stock: the order changes tokens
-process 9 INFO 11-30 10:00:00 [report.py:36] mla_kv_pack: on
-process 12 INFO 11-30 10:00:02 [report.py:36] mla_two_stream: on
-process 11 INFO 11-30 10:00:02 [report.py:36] mla_two_stream: on
-process 12 INFO 11-30 10:00:02 [other.py:1] something: else
+INFO 11-30 10:00:00 [report.py:36] mla_kv_pack: on: MLACommonImpl
+(Worker_TP1 pid=12) INFO 11-30 10:00:00 [report.py:36] mla_kv_pack: on: MLACommonImpl
+INFO 11-30 10:00:01 [report.py:36] moe_shared_experts: stock: the order changes tokens
+INFO 11-30 10:00:02 [report.py:36] mla_two_stream: on
+INFO 11-30 10:00:02 [other.py:1] something: else
+INFO 11-30 10:00:03 [mla_two_stream.py:1] mla_two_stream: layers.0.attn stays stock: sparse attention
 """
 
 
@@ -364,17 +362,23 @@ def _engine_runs(engines: ModuleType) -> list[dict[str, Any]]:
             "graphs": [[dict(graph)], [dict(graph)]],
             "context": [dict(chunk), dict(chunk)],
             "runs": {"1": dict(times)},
-            "lines": engines.route_lines(_LOG if flags else "", [11, 12]),
+            "lines": engines.route_lines(_LOG) if flags else [],
+            "patched": [
+                {"mla_kv_pack": ["a"], "mla_two_stream": ["a", "b"]} if flags else {} for _ in range(2)
+            ],
         }
         for flags in ((), engines.BIT_EXACT)
     ]
     return runs
 
 
-def test_lines_of_an_engine_go_to_the_rank_that_wrote_them(engines: ModuleType) -> None:
-    lines = engines.route_lines(_LOG, [12, 11])
-    said = ["mla_kv_pack: on", "mla_two_stream: on", "moe_shared_experts: stock: the order changes tokens"]
-    assert lines == {"rank 0": said, "rank 1": said}
+def test_lines_of_an_engine_are_taken_once(engines: ModuleType) -> None:
+    assert engines.route_lines(_LOG) == [
+        "mla_kv_pack: on: MLACommonImpl",
+        "mla_two_stream: layers.0.attn stays stock: sparse attention",
+        "mla_two_stream: on",
+        "moe_shared_experts: stock: the order changes tokens",
+    ]
 
 
 def test_page_of_engines_on_two_gpus(engines: ModuleType) -> None:
@@ -383,7 +387,8 @@ def test_page_of_engines_on_two_gpus(engines: ModuleType) -> None:
     assert wrong == []
     assert "2 of 2 starts" in text
     assert "| 1 | bit-exact | 1 | 91.0 | +0.0 % | 100.0 | +0.0 % | equal |" in text
-    assert "| 1 | bit-exact | rank 1 | mla_kv_pack: on; mla_two_stream: on" in text
+    assert "| 1 | bit-exact | rank 1 | mla_kv_pack, mla_two_stream |" in text
+    assert "| 1 | none | rank 0 | none |" in text
 
 
 @pytest.mark.parametrize(
@@ -394,8 +399,9 @@ def test_page_of_engines_on_two_gpus(engines: ModuleType) -> None:
         (lambda run: run["context"][0].update(repeated=False), "rank 0: the context loop's result differs"),
         (lambda run: run["context"][0].clear(), "no context of several chunks"),
         (lambda run: run["graphs"][0][0].update(concurrent_with_collectives=3), "can be overlapped"),
-        (lambda run: run["lines"]["rank 1"].pop(), "the ranks report different features"),
-        (lambda run: [said.pop() for said in run["lines"].values()], "3 features were asked for"),
+        (lambda run: run["patched"][1].popitem(), "the ranks run different features"),
+        (lambda run: run["lines"].pop(0), "3 features were asked for and 2 reported"),
+        (lambda run: [rank.popitem() for rank in run["patched"]], "are said to be on"),
         (lambda run: run.update(outcome="hung: no answer in 200 s"), "hung"),
     ],
 )

@@ -213,6 +213,7 @@ EXCLUDED: dict[str, Callable[[Any], None]] = {
     "sparse attention": lambda layer: setattr(layer, "use_sparse", True),
     "the cache is tiered": lambda layer: setattr(layer, "hisparse_cache", SimpleNamespace()),
     "prefill context parallelism": lambda layer: setattr(layer, "use_pcp", True),
+    "decode context parallelism": lambda layer: setattr(layer.impl, "dcp_world_size", 2),
     "is_amx_bmm_enabled": lambda layer: setattr(layer, "is_amx_bmm_enabled", True),
     "is_aiter_triton_fp8_bmm_enabled": lambda layer: setattr(layer, "is_aiter_triton_fp8_bmm_enabled", True),
     "not an opaque op": lambda layer: setattr(layer, "use_direct_call", True),
@@ -230,6 +231,15 @@ def check_exclusions(mla: Any, feature: Any) -> None:
         assert reason in feature.excluded(layer), reason
         feature._prepare(layer)
         assert "forward_mqa" not in vars(layer.impl)
+    # As vLLM 0.22.1 leaves it until a layer's first forward with a batch.
+    for ranks, prepared in ((1, True), (2, False)):
+        layer = make_layer(mla, 2)
+        layer.impl.dcp_world_size = -1
+        feature._prepare(layer)
+        assert feature._MARK not in vars(layer.impl)
+        layer.impl.dcp_world_size = ranks
+        feature._prepare(layer)
+        assert ("forward_mqa" in vars(layer.impl)) is prepared
     derived = make_layer(mla, 2, type("Derived", (mla.MLAAttention,), {}))
     assert "Derived has a decode path of its own" in feature.excluded(derived)
 

@@ -111,6 +111,8 @@ def excluded(layer: Any) -> str:
         return "the cache is tiered"
     if getattr(layer, "use_pcp", False):
         return "the cache write gathers from other ranks (prefill context parallelism)"
+    if getattr(layer.impl, "dcp_world_size", 1) > 1:
+        return "the query is gathered from other ranks beside the cache write (decode context parallelism)"
     for flag in ("is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled"):
         if getattr(layer, flag, False):
             return f"{flag}: the query is absorbed by another kernel"
@@ -145,7 +147,8 @@ def is_decode(metadata: Any) -> bool:
 def _prepare(layer: Any) -> None:
     """Put our methods into a layer's implementation, once."""
     impl = layer.impl
-    if _MARK in vars(impl):
+    # vLLM 0.22.1 asks for the number of ranks in the first forward that has a batch, and has -1 until then.
+    if _MARK in vars(impl) or getattr(impl, "dcp_world_size", 1) < 1:
         return
     reason = excluded(layer)
     setattr(impl, _MARK, reason)
@@ -240,8 +243,9 @@ def _forward_impl(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = (self, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest)
         pending = _thread.pending
         if pending is None:
+            result = original(*arguments, **options)
             _prepare(self)
-            return original(*arguments, **options)
+            return result
         if pending[0] is not self.impl or not is_decode(attn_metadata):
             _write_what_is_pending()
             return original(*arguments, **options)
