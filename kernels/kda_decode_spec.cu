@@ -138,13 +138,14 @@ __device__ __forceinline__ void kda_decode_spec(const KdaSpecParams& s) {
     auto unit_at = [&](int step, int pass, int chunk) {
         return ((step * kPasses + pass) * kRowsAtOnce * kDim + chunk * kLanes * State::kVector) * State::kBytes;
     };
-    uint4 loaded[kPasses][kChunks];
+    // A step's state, and that of the step after it, which is on its way meanwhile.
+    uint4 loaded[2][kPasses][kChunks];
     auto load_step = [&](int step) {
         const uint8_t* tile = p.state + (first_slot * p.state_slot + tile_at) * State::kBytes;
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass)
 #pragma unroll
-            for (int chunk = 0; chunk < kChunks; ++chunk) loaded[pass][chunk] = load_16(tile + unit_at(step, pass, chunk));
+            for (int chunk = 0; chunk < kChunks; ++chunk) loaded[step % 2][pass][chunk] = load_16(tile + unit_at(step, pass, chunk));
     };
     load_step(0);
     launch_dependent_grids();
@@ -214,12 +215,12 @@ __device__ __forceinline__ void kda_decode_spec(const KdaSpecParams& s) {
 
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        if (step > 0) load_step(step);
         float h[kPasses][kElements];
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass)
 #pragma unroll
-            for (int chunk = 0; chunk < kChunks; ++chunk) State::unpack(loaded[pass][chunk], &h[pass][chunk * State::kVector]);
+            for (int chunk = 0; chunk < kChunks; ++chunk) State::unpack(loaded[step % 2][pass][chunk], &h[pass][chunk * State::kVector]);
+        if (step + 1 < kSteps) load_step(step + 1);
 #pragma unroll 1
         for (uint32_t token = 0; token < count; ++token) {
             float along_key[kPasses], along_query[kPasses], update[kPasses];
@@ -321,13 +322,13 @@ __device__ __forceinline__ void kda_decode_spec(const KdaSpecParams& s) {
     }
 
 HOTPATH_KDA_SPEC(f32_quarter, StateF32, 4, 1, 2)
-HOTPATH_KDA_SPEC(f32_half, StateF32, 2, 1, 4)
-HOTPATH_KDA_SPEC(f32_narrow, StateF32, 1, 2, 4)
+HOTPATH_KDA_SPEC(f32_half, StateF32, 2, 2, 2)
+HOTPATH_KDA_SPEC(f32_narrow, StateF32, 1, 4, 2)
 HOTPATH_KDA_SPEC(bf16_quarter, StateBf16, 4, 1, 2)
-HOTPATH_KDA_SPEC(bf16_half, StateBf16, 2, 1, 4)
-HOTPATH_KDA_SPEC(bf16_narrow, StateBf16, 1, 2, 4)
+HOTPATH_KDA_SPEC(bf16_half, StateBf16, 2, 2, 2)
+HOTPATH_KDA_SPEC(bf16_narrow, StateBf16, 1, 4, 2)
 HOTPATH_KDA_SPEC(fp16_quarter, StateFp16, 4, 1, 2)
-HOTPATH_KDA_SPEC(fp16_half, StateFp16, 2, 1, 4)
-HOTPATH_KDA_SPEC(fp16_narrow, StateFp16, 1, 2, 4)
+HOTPATH_KDA_SPEC(fp16_half, StateFp16, 2, 2, 2)
+HOTPATH_KDA_SPEC(fp16_narrow, StateFp16, 1, 4, 2)
 
 }  // namespace hotpath
