@@ -39,6 +39,16 @@ static_assert(sizeof(RouterParams) == 144, "the host's twin has this size");
 constexpr uint32_t kTickets = 1u << 18;
 __device__ uint32_t moe_router_tickets[kTickets];
 
+// How many clusters have finished before this one.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t ticket, uint32_t clusters) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(moe_router_tickets + ticket), "r"(clusters - 1)
+                 : "memory");
+    return before;
+}
+
 // ---- Scores and their order ----------------------------------------------------------------------------------------
 
 // As vLLM computes it, to the bit.
@@ -80,6 +90,14 @@ __device__ __forceinline__ uint2 scored(const RouterParams& p, float logit, floa
     return make_uint2(__float_as_uint(score) | dropped, order_key(sum));
 }
 
+// As scored(), for sigmoid scores and kSingle or kFew.
+__device__ __forceinline__ uint2 scored_few(const RouterParams& p, float logit, float bias) {
+    const float score = sigmoid(logit), sum = score + bias;
+    // What is not finite comes last, with weight zero.
+    const bool counts = p.selection == kFew || (fabsf(logit) < INFINITY && fabsf(sum) < INFINITY);
+    return counts ? make_uint2(__float_as_uint(score), order_key(sum)) : make_uint2(0, kMinusInfinityKey);
+}
+
 // ---- Selection: one warp, one token ----------------------------------------------------------------------------------
 
 constexpr uint32_t kAll = 0xFFFFFFFFu;
@@ -101,14 +119,14 @@ struct SelectionMemory {
 };
 
 // The largest key that at least `count` of the lanes' keys reach; 1 when there are fewer.
-__device__ __forceinline__ uint32_t bound_of(uint32_t key, uint32_t count, SelectionMemory& m) {
-    reinterpret_cast<uint32_t*>(m.bests)[threadIdx.x % 32] = key;
+__device__ __forceinline__ uint32_t bound_of(uint32_t key, uint32_t count, uint4 (&bests)[8]) {
+    reinterpret_cast<uint32_t*>(bests)[threadIdx.x % 32] = key;
     __syncwarp();
     uint32_t reached[4] = {};
     // Code runs once a launch, so it is fetched as it runs: short beats unrolled, here and below.
 #pragma unroll 2
     for (int i = 0; i < 8; ++i) {
-        const uint4 four = m.bests[i];
+        const uint4 four = bests[i];
         reached[0] += four.x >= key;
         reached[1] += four.y >= key;
         reached[2] += four.z >= key;
@@ -210,6 +228,18 @@ __device__ __forceinline__ void select_groups_of_clusters(const RouterParams& p,
         if (!(clusters >> (2 * j & 31) & 1)) keys[j] = kNever;
 }
 
+// The weight of a winner; `sum` is that of the winners' scores.
+__device__ __forceinline__ float weight_of(const RouterParams& p, float score, float sum) {
+    if (p.selection == kFew) {
+        const float weight = static_cast<float>(score * p.scaling);
+        if (!p.renormalize) return weight;
+        // 1e-20 is lost in the double sum of anything larger, and a quotient of floats is the same in both precisions.
+        return sum > 1e-3f ? __fdiv_rn(weight, sum) : static_cast<float>(weight / (static_cast<double>(sum) + 1e-20));
+    }
+    const float scale = static_cast<float>(p.scaling);
+    return score * (p.renormalize ? __fdiv_rn(scale, 1e-20f + sum) : scale);
+}
+
 // Keys of a token are in lane's slots: expert j * 32 + lane in slot j. `best` and `second` are those of cluster `lane` (and,
 // the best only, of cluster `lane + 32`).
 template <int kSlots>
@@ -246,7 +276,7 @@ __device__ __forceinline__ void select(const RouterParams& p, uint32_t token, ui
         select_nothing(p, token);
         return;
     }
-    const uint32_t bound = bound_of(best, k, m);
+    const uint32_t bound = bound_of(best, k, m.bests);
 
     uint32_t mine = 0;
 #pragma unroll
@@ -304,24 +334,173 @@ __device__ __forceinline__ void select(const RouterParams& p, uint32_t token, ui
     const uint2 winner = lane < min(candidates, k) ? m.winners[lane] : make_uint2(0, lane < k ? load_u32_if(true, row) : 0);
     float score = __uint_as_float(winner.y);
     if (p.selection == kMany) score = fabsf(score);
-    float weight;
-    if (p.selection == kFew) {
-        weight = static_cast<float>(score * p.scaling);
-        if (p.renormalize) {
-            const float sum = warp_sum(score);
-            // 1e-20 is lost in the double sum of anything larger, and a quotient of floats is the same in both precisions.
-            weight = sum > 1e-3f ? __fdiv_rn(weight, sum) : static_cast<float>(weight / (static_cast<double>(sum) + 1e-20));
-        }
-    } else {
-        float scale = static_cast<float>(p.scaling);
-        if (p.renormalize) scale = __fdiv_rn(scale, 1e-20f + warp_sum(score));
-        weight = score * scale;
-    }
+    const float weight = weight_of(p, score, p.renormalize ? warp_sum(score) : 0.0f);
     if (lane < k) {
         p.ids[token * k + lane] = static_cast<int32_t>(winner.x);
         p.weights[token * k + lane] = weight;
     }
     __syncwarp();
+}
+
+// ---- Selection for few tokens -----------------------------------------------------------------------------------------
+// For what decoding asks for (src/ops/moe_router/cuda.rs, is_few): at most 8 tokens, sigmoid scores, kSingle or kFew in groups
+// of 16 experts times a power of two. Selects what select() does, in fewer instructions.
+
+// Where a token's experts lie in the lanes of a warp. In groups a lane has eight experts, one behind the other, and so belongs to one
+// group.
+template <int kSlots>
+struct Lanes {
+    bool grouped;
+    uint32_t experts, pitch;
+
+    __device__ __forceinline__ explicit Lanes(const RouterParams& p)
+        : grouped(kSlots == 8 && p.groups > 1), experts(p.gate.experts), pitch(grouped ? experts / 8 : 32) {}
+    // Of slot `slot` of this lane: its place in memory, where the lanes' are next to each other, whether it is one, and its expert.
+    __device__ __forceinline__ uint32_t place(uint32_t slot) const { return slot * pitch + threadIdx.x % 32; }
+    __device__ __forceinline__ bool inside(uint32_t slot) const { return grouped ? threadIdx.x % 32 < pitch : place(slot) < experts; }
+    __device__ __forceinline__ uint32_t expert(uint32_t slot) const { return grouped ? threadIdx.x % 32 * 8 + slot : place(slot); }
+};
+// The place of an expert.
+__device__ __forceinline__ uint32_t place_of(const RouterParams& p, uint32_t expert) {
+    return p.groups > 1 ? expert % 8 * (p.gate.experts / 8) + expert / 8 : expert;
+}
+
+// An expert of a token: x the complement of its number in the lowest 10 bits, ones or the same for all above; y key; z score.
+using Entry = uint4;
+__device__ __forceinline__ uint32_t expert_of(uint32_t x) { return ~x & 1023; }
+
+struct FewMemory {
+    uint4 bests[8];         // a key a lane
+    Entry candidates[32];   // as many as `count`, zero behind
+    uint2 winners[kMaxTopK];
+    uint32_t count;
+};
+
+// By a warp, before its first selection.
+__device__ __forceinline__ void clear_candidates(FewMemory& m) {
+    m.candidates[threadIdx.x % 32] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x % 32 == 0) m.count = 0;
+    __syncwarp();
+}
+
+__device__ __forceinline__ uint32_t add_one_if(bool condition, uint32_t* counter, uint32_t otherwise) {
+    uint32_t before = otherwise;
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p atom.shared.add.u32 %0, [%1], 1;\n\t}"
+                 : "+r"(before)
+                 : "r"(shared_address(counter)), "r"(static_cast<uint32_t>(condition))
+                 : "memory");
+    return before;
+}
+__device__ __forceinline__ void store_shared_16_if(bool condition, void* address, uint4 v) {
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n\t}" ::"r"(shared_address(address)),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<uint32_t>(condition))
+                 : "memory");
+}
+
+// Whether the lane is in one of the best groups.
+__device__ __forceinline__ bool in_best_groups(const RouterParams& p, const Entry (&entries)[8]) {
+    const uint32_t lane = threadIdx.x % 32, size = p.group_experts / 8, first = lane & ~(size - 1);
+    uint32_t best = entries[0].y, second = kNever;
+#pragma unroll
+    for (int j = 1; j < 8; ++j) {
+        second = max(second, min(best, entries[j].y));
+        best = max(best, entries[j].y);
+    }
+#pragma unroll 1
+    for (uint32_t mask = 1; mask < size; mask *= 2) {
+        const uint32_t other = __shfl_xor_sync(kAll, best, mask), other_second = __shfl_xor_sync(kAll, second, mask);
+        second = max(max(second, other_second), min(best, other));
+        best = max(best, other);
+    }
+    float score = from_order_key(best);
+    if (p.bias) score += from_order_key(second);
+    const uint32_t key = order_key(score);
+    uint32_t rank = 0;
+#pragma unroll 2
+    for (uint32_t g = 0; g < p.gate.experts / 8; g += size) {
+        const uint32_t other = __shfl_sync(kAll, key, g);
+        rank += other > key || (other == key && g < first);
+    }
+    return lane < p.gate.experts / 8 && rank < p.top_groups;
+}
+
+// Selects for a token. Entries of the lane are in its slots, with key kNever where there is none. Writes only if `real`.
+template <int kSlots>
+__device__ __forceinline__ void select_few(const RouterParams& p, uint32_t token, Entry (&entries)[kSlots], bool real, FewMemory& m) {
+    const uint32_t lane = threadIdx.x % 32, k = p.top_k;
+    uint32_t best = kNever;
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) best = max(best, entries[j].y);
+    bool chosen = true;
+    if (p.groups > 1) {
+        if constexpr (kSlots == 8) chosen = in_best_groups(p, entries);
+        if (!chosen) best = kNever;
+    } else if (!__any_sync(kAll, best > kMinusInfinityKey)) {
+        if (real) select_nothing(p, token);
+        return;
+    }
+    // Each lane's experts have their best: the k-th of them bounds the k-th best of all from below.
+    const uint32_t bound = bound_of(best, k, m.bests);
+    constexpr int kInFlight = kSlots < 16 ? kSlots : 16;
+#pragma unroll
+    for (int start = 0; start < kSlots; start += kInFlight) {
+        uint32_t places[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) places[i] = add_one_if(chosen && entries[start + i].y >= bound, &m.count, 32);
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) store_shared_16_if(places[i] < 32, m.candidates + places[i], entries[start + i]);
+    }
+    __syncwarp();
+    const uint32_t candidates = m.count;
+    if (candidates <= 32) {
+        const Entry mine = m.candidates[lane];
+        const uint64_t candidate = static_cast<uint64_t>(mine.y) << 32 | mine.x;
+        uint32_t place = 0;
+#pragma unroll 1
+        for (uint32_t i = 0; i < candidates; i += 4) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) place += *reinterpret_cast<const uint64_t*>(&m.candidates[i + j]) > candidate;
+        }
+        if (lane < candidates && place < k) m.winners[place] = make_uint2(expert_of(mine.x), mine.z);
+    } else {
+        // Many equal keys: one after the other.
+#pragma unroll 1
+        for (uint32_t place = 0; place < k; ++place) {
+            uint64_t top = 0;
+            uint32_t score = 0;
+#pragma unroll
+            for (int j = 0; j < kSlots; ++j) {
+                const uint64_t each = static_cast<uint64_t>(entries[j].y) << 32 | entries[j].x;
+                if (chosen && entries[j].y != kNever && each > top) top = each, score = entries[j].z;
+            }
+            const uint32_t key = static_cast<uint32_t>(top >> 32), x = static_cast<uint32_t>(top);
+            const uint32_t top_key = __reduce_max_sync(kAll, key);
+            const uint32_t winner = __reduce_max_sync(kAll, key == top_key ? x : 0);
+            if (key == top_key && x == winner) m.winners[place] = make_uint2(expert_of(x), score);
+#pragma unroll
+            for (int j = 0; j < kSlots; ++j)
+                if (entries[j].x == winner) entries[j].y = kNever;
+        }
+    }
+    __syncwarp();
+
+    const uint2 winner = lane < k ? m.winners[lane] : make_uint2(0, 0);
+    // For the next selection.
+    clear_candidates(m);
+    const float score = __uint_as_float(winner.y);
+    float sum = score;
+    // The lanes from k on are zero and change no sum.
+    if (k > 8) {
+        sum += __shfl_xor_sync(kAll, sum, 16);
+        sum += __shfl_xor_sync(kAll, sum, 8);
+    }
+#pragma unroll
+    for (int mask = 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(kAll, sum, mask);
+    const float weight = weight_of(p, score, sum);
+    if (lane < k && real) {
+        p.ids[token * k + lane] = static_cast<int32_t>(winner.x);
+        p.weights[token * k + lane] = weight;
+    }
 }
 
 // Turns the logits of a token into scores and keys, in place. Each lane reads them back where it wrote them.
@@ -446,12 +625,7 @@ __device__ __forceinline__ void route(const RouterParams& p) {
         __syncthreads();
         if (threadIdx.x == 0) {
             const uint32_t clusters = gridDim.x >> p.cluster_log2;
-            uint32_t before;
-            asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                         : "=r"(before)
-                         : "l"(moe_router_tickets + p.ticket), "r"(clusters - 1)
-                         : "memory");
-            const uint32_t last = before == clusters - 1;
+            const uint32_t last = count_arrival(p.ticket, clusters) == clusters - 1;
             if constexpr (kShare) {
                 for (uint32_t b = 0; b < blocks; ++b) store_to_block(&memory.last, b, last);
             } else {
@@ -477,6 +651,64 @@ __device__ __forceinline__ void route(const RouterParams& p) {
     }
 }
 
+template <int kSlots>
+__device__ __forceinline__ void select_stored(const RouterParams& p, uint32_t token, FewMemory& m) {
+    const Lanes<kSlots> lanes(p);
+    const uint2* row = p.scratch + static_cast<uint64_t>(token) * p.gate.experts;
+    uint2 stored[kSlots];
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) stored[j] = load_8_if(lanes.inside(j), row + lanes.place(j));
+    Entry entries[kSlots];
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) entries[j] = make_uint4(~lanes.expert(j), stored[j].y, stored[j].x, 0);
+    select_few<kSlots>(p, token, entries, true, m);
+}
+
+// As route(), for the calls that select_few() selects for: the first block of the last cluster selects, a warp a token.
+template <typename Weight, int kBatch>
+__device__ __forceinline__ void route_few(const RouterParams& p) {
+    __shared__ WarpSums<1> warps;
+    __shared__ BlockSums<1> block_sums;
+    __shared__ FewMemory memory[kGateWarps];
+    __shared__ uint32_t last;
+    const uint32_t blocks = 1u << p.cluster_log2, cluster = blockIdx.x >> p.cluster_log2, rank = blockIdx.x & (blocks - 1);
+    const uint32_t warp = threadIdx.x / 32, token = threadIdx.x / kGateRows, expert = cluster * kGateRows + threadIdx.x % kGateRows;
+    const bool scores = token < p.gate.tokens && expert < p.gate.experts;
+    expect_block_sums<1>(block_sums, blocks);
+    // A bias is a weight: no kernel before writes it.
+    const float bias = __uint_as_float(load_u32_if(p.bias && scores, p.bias + expert));
+    uint2* entry = p.scratch + static_cast<uint64_t>(token) * p.gate.experts + place_of(p, expert);
+
+    GateSums<1> sums;
+    gate_slice<Weight, 1, true, kBatch>(p.gate, cluster * kGateRows, rank * kGateWarps + warp, p.cluster_log2 + kGateWarpsLog2, sums);
+    launch_dependent_grids();
+    send_block_sums<1>(sums, warps, block_sums, rank);
+    if (rank != 0) return;
+
+    wait_for_bytes(&block_sums.arrived);
+    if (scores) {
+        float logit = sum_of_blocks<1>(block_sums, threadIdx.x, blocks);
+        if (p.logits_bf16) logit = round_to_bf16(logit);
+        store_8(entry, scored_few(p, logit, bias));
+        if (p.logits) store_logit(p.logits, token * p.logits_row + expert, logit, p.logits_bf16);
+    }
+    clear_candidates(memory[warp]);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const uint32_t clusters = gridDim.x >> p.cluster_log2;
+        last = count_arrival(p.ticket, clusters) == clusters - 1;
+    }
+    __syncthreads();
+    if (!last || warp >= p.gate.tokens) return;
+    if (p.gate.experts <= 256) {
+        select_stored<8>(p, warp, memory[warp]);
+    } else if (p.gate.experts <= 384) {
+        select_stored<12>(p, warp, memory[warp]);
+    } else {
+        select_stored<16>(p, warp, memory[warp]);
+    }
+}
+
 #define HOTPATH_ROUTER(NAME, WEIGHT, TILES, ALIGNED, BATCH)                                                                \
     extern "C" __global__ void __launch_bounds__(kGateThreads, 2) moe_router_##NAME(const __grid_constant__ RouterParams p) { \
         route<WEIGHT, TILES, ALIGNED, BATCH>(p);                                                                           \
@@ -488,6 +720,13 @@ HOTPATH_ROUTER(bf16_any, uint16_t, 4, false, 1)
 HOTPATH_ROUTER(fp32_8, float, 1, true, 2)
 HOTPATH_ROUTER(fp32_32, float, 4, true, 1)
 HOTPATH_ROUTER(fp32_any, float, 4, false, 1)
+
+#define HOTPATH_ROUTER_FEW(NAME, WEIGHT, BATCH)                                                                            \
+    extern "C" __global__ void __launch_bounds__(kGateThreads, 2) moe_router_##NAME(const __grid_constant__ RouterParams p) { \
+        route_few<WEIGHT, BATCH>(p);                                                                                       \
+    }
+HOTPATH_ROUTER_FEW(bf16_few, uint16_t, 4)
+HOTPATH_ROUTER_FEW(fp32_few, float, 2)
 
 }  // namespace
 }  // namespace hotpath

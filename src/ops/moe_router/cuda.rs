@@ -3,7 +3,7 @@
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{Plan, ROUTER, Scoring, Selection};
+use super::{Choice, Plan, ROUTER, Scoring, Selection};
 use crate::cuda::launch::{Launch, Params, Stream, launch};
 use crate::cuda::module::Kernel;
 use crate::error::Result;
@@ -27,6 +27,8 @@ kernels! {
     BF16_16 = c"moe_router_bf16_16";
     BF16_32 = c"moe_router_bf16_32";
     BF16_ANY = c"moe_router_bf16_any";
+    BF16_FEW = c"moe_router_bf16_few";
+    FP32_FEW = c"moe_router_fp32_few";
     FP32_8 = c"moe_router_fp32_8";
     FP32_32 = c"moe_router_fp32_32";
     FP32_ANY = c"moe_router_fp32_any";
@@ -75,6 +77,20 @@ fn ticket(captured: bool) -> u32 {
     }
 }
 
+/// Whether the kernels for up to 8 tokens with the short selection serve a choice: what the models ask for.
+fn is_few(choice: &Choice, experts: i64) -> bool {
+    let group = experts / choice.groups;
+    choice.scoring == Scoring::Sigmoid
+        && experts <= 512
+        && choice.top_k <= 16
+        && match choice.selection {
+            Selection::Single => true,
+            // Groups of whole lanes of eight experts each.
+            Selection::Few => group >= 16 && (group as u64).is_power_of_two(),
+            Selection::Many => false,
+        }
+}
+
 pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
     let gate = &plan.gate;
     let pointer = |tensor: Option<&crate::tensor::Tensor>| tensor.map_or(ptr::null_mut(), |t| t.data);
@@ -104,6 +120,9 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         logits_bf16: (plan.logits_dtype == DType::BF16).into(),
     };
     let kernel = match (gate.weight.dtype == DType::BF16, gate.is_aligned(), gate.tokens()) {
+        (bf16, true, ..=8) if is_few(&choice, gate.experts()) => {
+            if bf16 { &BF16_FEW } else { &FP32_FEW }
+        }
         (true, false, _) => &BF16_ANY,
         (true, true, ..=8) => &BF16_8,
         (true, true, ..=16) => &BF16_16,
