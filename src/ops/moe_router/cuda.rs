@@ -3,7 +3,7 @@
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{Choice, Plan, ROUTER, Scoring, Selection};
+use super::{Plan, ROUTER, Scoring, Selection};
 use crate::cuda::launch::{Launch, Params, Stream, launch};
 use crate::cuda::module::Kernel;
 use crate::error::Result;
@@ -14,6 +14,13 @@ use crate::tensor::DType;
 const TICKETS: u32 = 1 << 18;
 /// Tickets of calls that are not captured. More of them than launches wait in all queues of a device.
 const EAGER_TICKETS: u32 = 1 << 16;
+
+/// What the kernels for few tokens take. Their clusters have as many blocks as they take tokens: `Gate::cluster_blocks`.
+const FEW_TOKENS: i64 = 8;
+const FEW_EXPERTS: i64 = 384;
+const FEW_TOP_K: i64 = 16;
+/// They have a warp that selects beside those of the gate.
+const SELECTING_THREADS: u32 = 32;
 
 macro_rules! kernels {
     ($($name:ident = $symbol:literal;)*) => {
@@ -77,18 +84,25 @@ fn ticket(captured: bool) -> u32 {
     }
 }
 
-/// Whether the kernels for up to 8 tokens with the short selection serve a choice: what the models ask for.
-fn is_few(choice: &Choice, experts: i64) -> bool {
-    let group = experts / choice.groups;
-    choice.scoring == Scoring::Sigmoid
-        && experts <= 512
-        && choice.top_k <= 16
-        && match choice.selection {
-            Selection::Single => true,
-            // Groups of whole lanes of eight experts each.
-            Selection::Few => group >= 16 && (group as u64).is_power_of_two(),
-            Selection::Many => false,
-        }
+/// Whether the kernels for few tokens serve a call: what the models ask for.
+fn is_few(plan: &Plan<'_>) -> bool {
+    let (gate, choice) = (&plan.gate, plan.choice);
+    let group = gate.experts() / choice.groups;
+    let selection = match choice.selection {
+        Selection::Single => true,
+        // A lane has eight experts of one group.
+        Selection::Few => group >= 16 && group.cast_unsigned().is_power_of_two(),
+        Selection::Many => false,
+    };
+    // Entries are stored and loaded in one piece.
+    let aligned = plan.workspace.is_some_and(|workspace| workspace.data.addr().is_multiple_of(16));
+    selection
+        && choice.scoring == Scoring::Sigmoid
+        && choice.top_k <= FEW_TOP_K
+        && gate.tokens() <= FEW_TOKENS
+        && gate.experts() <= FEW_EXPERTS
+        && gate.is_aligned()
+        && aligned
 }
 
 pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
@@ -119,10 +133,10 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         renormalize: choice.renormalize.into(),
         logits_bf16: (plan.logits_dtype == DType::BF16).into(),
     };
+    let few = is_few(plan);
     let kernel = match (gate.weight.dtype == DType::BF16, gate.is_aligned(), gate.tokens()) {
-        (bf16, true, ..=8) if is_few(&choice, gate.experts()) => {
-            if bf16 { &BF16_FEW } else { &FP32_FEW }
-        }
+        (true, ..) if few => &BF16_FEW,
+        (false, ..) if few => &FP32_FEW,
         (true, false, _) => &BF16_ANY,
         (true, true, ..=8) => &BF16_8,
         (true, true, ..=16) => &BF16_16,
@@ -133,7 +147,7 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
     };
     let shape = Launch {
         grid: u64::from(gate.blocks()),
-        block: BLOCK_THREADS,
+        block: if few { BLOCK_THREADS + SELECTING_THREADS } else { BLOCK_THREADS },
         shared_bytes: 0,
         cluster: gate.cluster_blocks(),
     };
