@@ -45,9 +45,17 @@ __device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) 
 }
 
 // Stores to an address of address_in_block() and tells the barrier of that block: no fence, unlike a cluster barrier.
-__device__ __forceinline__ void store_async(uint32_t to, float value, uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(__float_as_uint(value)), "r"(barrier)
-                 : "memory");
+__device__ __forceinline__ void store_async(uint32_t to, uint32_t value, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(value), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void store_async(uint32_t to, float value, uint32_t barrier) { store_async(to, __float_as_uint(value), barrier); }
+
+// Orders what came to this block's shared memory, and no more: wait_for_bytes() also empties the L1 cache.
+__device__ __forceinline__ void wait_for_shared_bytes(uint64_t* barrier) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n"
+        "WAIT_%=:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n\t@!done bra WAIT_%=;\n\t}" ::"r"(shared_address(barrier))
+        : "memory");
 }
 
 __device__ __forceinline__ void wait_for_bytes(uint64_t* barrier) {

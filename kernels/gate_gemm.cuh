@@ -137,14 +137,24 @@ __device__ __forceinline__ void multiply(GateSums<kTiles>& sums, const Eight<flo
     }
 }
 
+// Steps of K of a warp, from `begin` to before `end`: slice `slice` of 2^`slices_log2`.
+struct GateSteps {
+    uint32_t begin, end;
+
+    __device__ __forceinline__ GateSteps(const GateOperands& p, uint32_t slice, uint32_t slices_log2) {
+        const uint32_t steps = (p.k + kGateStep - 1) / kGateStep;
+        begin = slice * steps >> slices_log2, end = (slice + 1) * steps >> slices_log2;
+    }
+};
+
 // The warp's share of the logits of a cluster's experts: slice `slice` of 2^`slices_log2` of K. Weights of the first steps are
 // on their way before the wait for the grid that computes x.
 template <typename Weight, int kTiles, bool kAligned, int kBatch>
 __device__ __forceinline__ void gate_slice(const GateOperands& p, uint32_t first_expert, uint32_t slice, uint32_t slices_log2,
                                            GateSums<kTiles>& sums) {
     const uint32_t lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 8;
-    const uint32_t steps = (p.k + kGateStep - 1) / kGateStep;
-    const uint32_t begin = slice * steps >> slices_log2, end = (slice + 1) * steps >> slices_log2;
+    const GateSteps steps(p, slice, slices_log2);
+    const uint32_t begin = steps.begin, end = steps.end;
     const uint32_t upper = first_expert + row, lower = upper + 8;
     const uint8_t* upper_row = p.weight + upper * p.weight_row;
     const uint8_t* lower_row = p.weight + lower * p.weight_row;
@@ -184,6 +194,51 @@ __device__ __forceinline__ void gate_slice(const GateOperands& p, uint32_t first
     }
 }
 
+// As gate_slice() for one tile of aligned operands, with as little as can be between the wait and the sums. `before_wait` is run when the
+// first weights are on their way.
+template <typename Weight, int kBatch, typename BeforeWait>
+__device__ __forceinline__ void gate_slice_few(const GateOperands& p, uint32_t first_expert, uint32_t slice, uint32_t slices_log2, GateSums<1>& sums,
+                                               const BeforeWait& before_wait) {
+    const uint32_t lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 8;
+    GateSteps steps(p, slice, slices_log2);
+    // The thread's values of the last step may lie behind K.
+    const uint32_t end = min(steps.end, (p.k + kGateStep - 1 - column) / kGateStep);
+    const uint32_t upper = first_expert + row, lower = upper + 8;
+    const uint32_t upper_end = upper < p.experts ? end : 0, lower_end = lower < p.experts ? end : 0, x_end = row < p.tokens ? end : 0;
+    uint32_t step = steps.begin;
+    const int64_t first_value = static_cast<int64_t>(step) * kGateStep + column;
+    constexpr int kStepBytes = kGateStep * sizeof(Weight);
+    const uint8_t* upper_at = p.weight + upper * p.weight_row + first_value * static_cast<int64_t>(sizeof(Weight));
+    const uint8_t* lower_at = p.weight + lower * p.weight_row + first_value * static_cast<int64_t>(sizeof(Weight));
+    const uint8_t* x_at = p.x + row * p.x_row + first_value * 2;
+
+    Eight<Weight> weights[2][kBatch];
+    const auto load_weights = [&] {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            weights[0][i].template load_if<true>(step + i < upper_end, upper_at + i * kStepBytes, 0);
+            weights[1][i].template load_if<true>(step + i < lower_end, lower_at + i * kStepBytes, 0);
+        }
+    };
+    sums[0][0] = sums[0][1] = sums[0][2] = sums[0][3] = 0.0f;
+    load_weights();
+    before_wait();
+    wait_for_prior_grids();
+    while (true) {
+        uint4 x[kBatch][1];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) x[i][0] = load_16_if(step + i < x_end, x_at + i * kGateStep * 2);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) multiply<1>(sums, weights[0][i], weights[1][i], x[i]);
+        step += kBatch;
+        if (step >= steps.end) break;
+        upper_at += kBatch * kStepBytes;
+        lower_at += kBatch * kStepBytes;
+        x_at += kBatch * kGateStep * 2;
+        load_weights();
+    }
+}
+
 // ---- Sums over the warps of a block and the blocks of a cluster -------------------------------------------------------
 // Tiles in shared memory are [token][kGatePitch], of which kGateRows are used. Value v of a tile is expert v % kGateRows of token
 // v / kGateRows.
@@ -205,14 +260,14 @@ struct BlockSums {
 
 __device__ __forceinline__ uint32_t place_in_tile(uint32_t value) { return value / kGateRows * kGatePitch + value % kGateRows; }
 
-// By every thread of every block of the cluster, first of all.
+// By every thread of every block of the cluster, first of all. `more` bytes of something else come with the sums.
 template <int kTiles>
-__device__ __forceinline__ void expect_block_sums(BlockSums<kTiles>& sums, uint32_t blocks) {
+__device__ __forceinline__ void expect_block_sums(BlockSums<kTiles>& sums, uint32_t blocks, uint32_t more = 0) {
     if (threadIdx.x == 0) init_barrier(&sums.arrived);
     __syncwarp();
-    if (threadIdx.x == 0) expect_bytes(&sums.arrived, blocks * kGateValues<kTiles> * sizeof(float));
-    // Says that this block runs and its barrier is there, so that its shared memory may be written.
-    cluster_arrive();
+    if (threadIdx.x == 0) expect_bytes(&sums.arrived, blocks * kGateValues<kTiles> * sizeof(float) + more);
+    // Says that this block runs, so that its shared memory may be written; init_barrier() says that its barrier is there.
+    cluster_arrive_relaxed();
 }
 
 template <int kTiles>
@@ -229,14 +284,10 @@ __device__ __forceinline__ void store_warp_sums(const GateSums<kTiles>& sums, Wa
     }
 }
 
-// Adds the sums of the block's warps and sends them to the first block of the cluster.
+// Adds the sums of the block's warps and sends them to the first block of the cluster, all of whose blocks run.
 template <int kTiles>
-__device__ __forceinline__ void send_block_sums(const GateSums<kTiles>& sums, WarpSums<kTiles>& warps, BlockSums<kTiles>& blocks,
-                                                uint32_t rank) {
+__device__ __forceinline__ void send_stored_sums(const WarpSums<kTiles>& warps, BlockSums<kTiles>& blocks, uint32_t rank) {
     constexpr int kValues = kGateValues<kTiles>;
-    store_warp_sums<kTiles>(sums, warps);
-    __syncthreads();
-    cluster_wait();
     const uint32_t barrier = address_in_block(&blocks.arrived, 0);
 #pragma unroll
     for (int first = 0; first < kValues; first += kGateThreads) {
@@ -248,6 +299,15 @@ __device__ __forceinline__ void send_block_sums(const GateSums<kTiles>& sums, Wa
             store_async(address_in_block(&blocks.tiles[rank][at], 0), sum, barrier);
         }
     }
+}
+
+template <int kTiles>
+__device__ __forceinline__ void send_block_sums(const GateSums<kTiles>& sums, WarpSums<kTiles>& warps, BlockSums<kTiles>& blocks,
+                                                uint32_t rank) {
+    store_warp_sums<kTiles>(sums, warps);
+    __syncthreads();
+    cluster_wait();
+    send_stored_sums<kTiles>(warps, blocks, rank);
 }
 
 // In the first block, after wait_for_bytes(): a value's sum over the cluster, always in the same order.

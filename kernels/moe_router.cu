@@ -39,6 +39,21 @@ static_assert(sizeof(RouterParams) == 144, "the host's twin has this size");
 constexpr uint32_t kTickets = 1u << 18;
 __device__ uint32_t moe_router_tickets[kTickets];
 
+// How many clusters have finished before this one.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t ticket, uint32_t clusters) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(moe_router_tickets + ticket), "r"(clusters - 1)
+                 : "memory");
+    return before;
+}
+
+// Of the kernels for few tokens, by call: how many clusters have started, in the lower kStartBits bits, which are zero between
+// launches; above, how many launches this counter has served.
+__device__ uint32_t moe_router_starts[kTickets];
+constexpr uint32_t kStartBits = 8;
+
 // ---- Scores and their order ----------------------------------------------------------------------------------------
 
 // As vLLM computes it, to the bit.
@@ -84,6 +99,14 @@ __device__ __forceinline__ uint2 scored(const RouterParams& p, float logit, floa
     return make_uint2(__float_as_uint(score) | dropped, order_key(sum));
 }
 
+// As scored(), for sigmoid scores and kSingle or kFew.
+__device__ __forceinline__ uint2 scored_few(const RouterParams& p, float logit, float bias) {
+    const float score = sigmoid(logit), sum = score + bias;
+    // What is not finite comes last, with weight zero.
+    const bool counts = p.selection == kFew || (fabsf(logit) < INFINITY && fabsf(sum) < INFINITY);
+    return counts ? make_uint2(__float_as_uint(score), order_key(sum)) : make_uint2(0, kMinusInfinityKey);
+}
+
 // ---- Selection: one warp, one token ----------------------------------------------------------------------------------
 
 constexpr uint32_t kAll = 0xFFFFFFFFu;
@@ -105,14 +128,14 @@ struct SelectionMemory {
 };
 
 // The largest key that at least `count` of the lanes' keys reach; 1 when there are fewer.
-__device__ __forceinline__ uint32_t bound_of(uint32_t key, uint32_t count, SelectionMemory& m) {
-    reinterpret_cast<uint32_t*>(m.bests)[threadIdx.x % 32] = key;
+__device__ __forceinline__ uint32_t bound_of(uint32_t key, uint32_t count, uint4 (&bests)[8]) {
+    reinterpret_cast<uint32_t*>(bests)[threadIdx.x % 32] = key;
     __syncwarp();
     uint32_t reached[4] = {};
     // Code runs once a launch, so it is fetched as it runs: short beats unrolled, here and below.
 #pragma unroll 2
     for (int i = 0; i < 8; ++i) {
-        const uint4 four = m.bests[i];
+        const uint4 four = bests[i];
         reached[0] += four.x >= key;
         reached[1] += four.y >= key;
         reached[2] += four.z >= key;
@@ -120,6 +143,38 @@ __device__ __forceinline__ uint32_t bound_of(uint32_t key, uint32_t count, Selec
     }
     const bool enough = reached[0] + reached[1] + (reached[2] + reached[3]) >= count;
     return max(__reduce_max_sync(kAll, enough ? key : kNever), 1u);
+}
+
+// As bound_of(), of the 16 pairs of lanes that are 16 apart: for counts up to 8. Each half of the warp compares with half of them.
+__device__ __forceinline__ uint32_t bound_of_pairs(uint32_t key, uint32_t count, uint4 (&bests)[8]) {
+    const uint32_t lane = threadIdx.x % 32;
+    key = max(key, __shfl_xor_sync(kAll, key, 16));
+    reinterpret_cast<uint32_t*>(bests)[lane] = key;
+    __syncwarp();
+    const uint4* half = bests + lane / 16 * 2;
+    const uint4 a = half[0], b = half[1];
+    const auto reached = [&](uint4 four) { return (four.x >= key) + (four.y >= key) + ((four.z >= key) + (four.w >= key)); };
+    uint32_t all = reached(a) + reached(b);
+    all += __shfl_xor_sync(kAll, all, 16);
+    return max(__reduce_max_sync(kAll, all >= count ? key : kNever), 1u);
+}
+
+struct Candidates {
+    uint32_t before, all;  // those of the lanes before; those of all lanes
+};
+
+// From the number of a lane's candidates, by the bits of the lanes' numbers.
+template <int kSlots>
+__device__ __forceinline__ Candidates count_candidates(uint32_t mine) {
+    const uint32_t before = (1u << threadIdx.x % 32) - 1;
+    Candidates n = {0, 0};
+#pragma unroll
+    for (int bit = 0; 1 << bit <= kSlots; ++bit) {
+        const uint32_t lanes = __ballot_sync(kAll, mine >> bit & 1);
+        n.before += __popc(lanes & before) << bit;
+        n.all += __popc(lanes) << bit;
+    }
+    return n;
 }
 
 // For a token without candidates: the first experts, with equal weights; vLLM's kernels for one group give them only when
@@ -214,6 +269,18 @@ __device__ __forceinline__ void select_groups_of_clusters(const RouterParams& p,
         if (!(clusters >> (2 * j & 31) & 1)) keys[j] = kNever;
 }
 
+// The weight of a winner; `sum` is that of the winners' scores.
+__device__ __forceinline__ float weight_of(const RouterParams& p, float score, float sum) {
+    if (p.selection == kFew) {
+        const float weight = static_cast<float>(score * p.scaling);
+        if (!p.renormalize) return weight;
+        // 1e-20 is lost in the double sum of anything larger, and a quotient of floats is the same in both precisions.
+        return sum > 1e-3f ? __fdiv_rn(weight, sum) : static_cast<float>(weight / (static_cast<double>(sum) + 1e-20));
+    }
+    const float scale = static_cast<float>(p.scaling);
+    return score * (p.renormalize ? __fdiv_rn(scale, 1e-20f + sum) : scale);
+}
+
 // Keys of a token are in lane's slots: expert j * 32 + lane in slot j. `best` and `second` are those of cluster `lane` (and,
 // the best only, of cluster `lane + 32`).
 template <int kSlots>
@@ -250,20 +317,13 @@ __device__ __forceinline__ void select(const RouterParams& p, uint32_t token, ui
         select_nothing(p, token);
         return;
     }
-    const uint32_t bound = bound_of(best, k, m);
+    const uint32_t bound = bound_of(best, k, m.bests);
 
     uint32_t mine = 0;
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) mine += keys[j] >= bound;
-    // Candidates of the lanes before, by the bits of their numbers.
-    const uint32_t before = (1u << lane) - 1;
-    uint32_t at = 0, candidates = 0;
-#pragma unroll
-    for (int bit = 0; 1 << bit <= kSlots; ++bit) {
-        const uint32_t lanes = __ballot_sync(kAll, mine >> bit & 1);
-        at += __popc(lanes & before) << bit;
-        candidates += __popc(lanes) << bit;
-    }
+    const Candidates counted = count_candidates<kSlots>(mine);
+    uint32_t at = counted.before, candidates = counted.all;
     uint64_t* order = reinterpret_cast<uint64_t*>(m.order);
     if (candidates <= 32) {
 #pragma unroll
@@ -308,24 +368,170 @@ __device__ __forceinline__ void select(const RouterParams& p, uint32_t token, ui
     const uint2 winner = lane < min(candidates, k) ? m.winners[lane] : make_uint2(0, lane < k ? load_u32_if(true, row) : 0);
     float score = __uint_as_float(winner.y);
     if (p.selection == kMany) score = fabsf(score);
-    float weight;
-    if (p.selection == kFew) {
-        weight = static_cast<float>(score * p.scaling);
-        if (p.renormalize) {
-            const float sum = warp_sum(score);
-            // 1e-20 is lost in the double sum of anything larger, and a quotient of floats is the same in both precisions.
-            weight = sum > 1e-3f ? __fdiv_rn(weight, sum) : static_cast<float>(weight / (static_cast<double>(sum) + 1e-20));
-        }
-    } else {
-        float scale = static_cast<float>(p.scaling);
-        if (p.renormalize) scale = __fdiv_rn(scale, 1e-20f + warp_sum(score));
-        weight = score * scale;
-    }
+    const float weight = weight_of(p, score, p.renormalize ? warp_sum(score) : 0.0f);
     if (lane < k) {
         p.ids[token * k + lane] = static_cast<int32_t>(winner.x);
         p.weights[token * k + lane] = weight;
     }
     __syncwarp();
+}
+
+// ---- Selection for few tokens -----------------------------------------------------------------------------------------
+// For what decoding asks for (src/ops/moe_router/cuda.rs, is_few): at most 8 tokens, sigmoid scores, kSingle or kFew in groups
+// of 16 experts times a power of two. Selects what select() does, in fewer instructions.
+
+// Where a token's experts lie in the lanes of a warp. In groups a lane has eight experts, one behind the other, and so belongs to one
+// group.
+template <int kSlots>
+struct Lanes {
+    // Calls with fewer experts take fewer slots.
+    static constexpr int kAlwaysInside = kSlots == 8 ? 0 : kSlots - 4;
+    bool grouped;
+    uint32_t experts, pitch;
+
+    __device__ __forceinline__ explicit Lanes(const RouterParams& p)
+        : grouped(kSlots == 8 && p.groups > 1), experts(p.gate.experts), pitch(grouped ? experts / 8 : 32) {}
+    // Of slot `slot` of this lane: its place in memory, where the lanes' are next to each other, whether it is one, and its expert.
+    __device__ __forceinline__ uint32_t place(uint32_t slot) const { return slot * pitch + threadIdx.x % 32; }
+    __device__ __forceinline__ bool inside(uint32_t slot) const {
+        if (static_cast<int>(slot) < kAlwaysInside) return true;
+        return grouped ? threadIdx.x % 32 < pitch : place(slot) < experts;
+    }
+    __device__ __forceinline__ uint32_t step() const { return grouped ? 1 : 32; }
+    __device__ __forceinline__ uint32_t expert(uint32_t slot) const { return threadIdx.x % 32 * (grouped ? 8 : 1) + slot * step(); }
+};
+// The place of an expert.
+__device__ __forceinline__ uint32_t place_of(const RouterParams& p, uint32_t expert) {
+    return p.groups > 1 ? expert % 8 * (p.gate.experts / 8) + expert / 8 : expert;
+}
+
+// An expert of a token: x the complement of its number in the lowest 10 bits, ones or the same for all above; y key; z score.
+using Entry = uint4;
+__device__ __forceinline__ uint32_t expert_of(uint32_t x) { return ~x & 1023; }
+
+struct FewMemory {
+    uint4 bests[8];         // a key a lane
+    Entry candidates[32];   // zero but during a selection
+    uint2 winners[kMaxTopK];  // expert and score
+};
+
+// By a warp, before its first selection.
+__device__ __forceinline__ void clear_candidates(FewMemory& m) {
+    m.candidates[threadIdx.x % 32] = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+}
+
+// Sets the keys of the lanes outside the best groups, and their best, to kNever.
+__device__ __forceinline__ void select_groups_of_lanes(const RouterParams& p, Entry (&entries)[8], uint32_t& lane_best) {
+    const uint32_t lane = threadIdx.x % 32, lanes = p.gate.experts / 8, size = p.group_experts / 8, first = lane & ~(size - 1);
+    uint32_t best = entries[0].y, second = kNever;
+#pragma unroll
+    for (int j = 1; j < 8; ++j) {
+        second = max(second, min(best, entries[j].y));
+        best = max(best, entries[j].y);
+    }
+#pragma unroll 1
+    for (uint32_t mask = 1; mask < size; mask *= 2) {
+        const uint32_t other = __shfl_xor_sync(kAll, best, mask), other_second = __shfl_xor_sync(kAll, second, mask);
+        second = max(max(second, other_second), min(best, other));
+        best = max(best, other);
+    }
+    float score = from_order_key(best);
+    if (p.bias) score += from_order_key(second);
+    const uint32_t key = order_key(score);
+    uint32_t rank = 0;
+#pragma unroll 2
+    for (uint32_t g = 0; g < lanes; g += size) {
+        const uint32_t other = __shfl_sync(kAll, key, g);
+        rank += other > key || (other == key && g < first);
+    }
+    if (lane >= lanes || rank >= p.top_groups) {
+        lane_best = kNever;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) entries[j].y = kNever;
+    }
+}
+
+// Stores an entry whose key reaches the bound and moves on.
+__device__ __forceinline__ void append_candidate(uint32_t& at, const Entry& v, uint32_t bound) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ge.u32 p, %2, %5;\n\t@p st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n\t@p add.u32 %0, %0, 16;\n\t}"
+        : "+r"(at)
+        : "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(bound)
+        : "memory");
+}
+
+// Selects for a token. The lane's entries are in its slots, with key kNever where there is none. Writes only if `real`.
+template <int kSlots>
+__device__ __forceinline__ void select_few(const RouterParams& p, uint32_t token, Entry (&entries)[kSlots], bool real, FewMemory& m) {
+    const uint32_t lane = threadIdx.x % 32, k = p.top_k;
+    uint32_t best = kNever;
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) best = max(best, entries[j].y);
+    if (p.groups > 1) {
+        if constexpr (kSlots == 8) select_groups_of_lanes(p, entries, best);
+    } else if (!__any_sync(kAll, best > kMinusInfinityKey)) {
+        if (real) select_nothing(p, token);
+        return;
+    }
+    // The lanes' experts have their best: the k-th of them bounds the k-th best of all from below.
+    const uint32_t bound = k <= 8 && p.groups == 1 ? bound_of_pairs(best, k, m.bests) : bound_of(best, k, m.bests);
+    uint32_t mine = 0;
+#pragma unroll
+    for (int j = 0; j < kSlots; ++j) mine += entries[j].y >= bound;
+    const Candidates candidates = count_candidates<kSlots>(mine);
+    if (candidates.all <= 32) {
+        uint32_t at = shared_address(m.candidates + candidates.before);
+#pragma unroll
+        for (int j = 0; j < kSlots; ++j) append_candidate(at, entries[j], bound);
+        __syncwarp();
+        const Entry own = m.candidates[lane];
+        const uint64_t candidate = static_cast<uint64_t>(own.y) << 32 | own.x;
+        uint32_t place = 0;
+#pragma unroll 1
+        for (uint32_t i = 0; i < candidates.all; i += 4) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) place += *reinterpret_cast<const uint64_t*>(&m.candidates[i + j]) > candidate;
+        }
+        if (lane < candidates.all && place < k) m.winners[place] = make_uint2(expert_of(own.x), own.z);
+    } else {
+        // Many equal keys: one after the other.
+#pragma unroll 1
+        for (uint32_t place = 0; place < k; ++place) {
+            uint32_t key = kNever, x = 0, score = 0;
+            // A lane's experts are in order.
+#pragma unroll
+            for (int j = 0; j < kSlots; ++j)
+                if (entries[j].y > key) key = entries[j].y, x = entries[j].x, score = entries[j].z;
+            const uint32_t top = __reduce_max_sync(kAll, key);
+            const uint32_t winner = __reduce_max_sync(kAll, key == top ? x : 0);
+            if (key == top && x == winner) {
+                m.winners[place] = make_uint2(expert_of(x), score);
+#pragma unroll
+                for (int j = 0; j < kSlots; ++j)
+                    if (entries[j].x == x) entries[j].y = kNever;
+            }
+        }
+    }
+    __syncwarp();
+
+    const uint2 winner = lane < k ? m.winners[lane] : make_uint2(0, 0);
+    // For the next selection.
+    clear_candidates(m);
+    const float score = __uint_as_float(winner.y);
+    float sum = score;
+    // The lanes from k on are zero and change no sum.
+    if (k > 8) {
+        sum += __shfl_xor_sync(kAll, sum, 16);
+        sum += __shfl_xor_sync(kAll, sum, 8);
+    }
+#pragma unroll
+    for (int mask = 4; mask > 0; mask /= 2) sum += __shfl_xor_sync(kAll, sum, mask);
+    const float weight = weight_of(p, score, sum);
+    if (lane < k && real) {
+        p.ids[token * k + lane] = static_cast<int32_t>(winner.x);
+        p.weights[token * k + lane] = weight;
+    }
 }
 
 // Turns the logits of a token into scores and keys, in place. Each lane reads them back where it wrote them.
@@ -450,12 +656,7 @@ __device__ __forceinline__ void route(const RouterParams& p) {
         __syncthreads();
         if (threadIdx.x == 0) {
             const uint32_t clusters = gridDim.x >> p.cluster_log2;
-            uint32_t before;
-            asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                         : "=r"(before)
-                         : "l"(moe_router_tickets + p.ticket), "r"(clusters - 1)
-                         : "memory");
-            const uint32_t last = before == clusters - 1;
+            const uint32_t last = count_arrival(p.ticket, clusters) == clusters - 1;
             if constexpr (kShare) {
                 for (uint32_t b = 0; b < blocks; ++b) store_to_block(&memory.last, b, last);
             } else {
@@ -481,6 +682,183 @@ __device__ __forceinline__ void route(const RouterParams& p) {
     }
 }
 
+// ---- The kernel for few tokens ------------------------------------------------------------------------------------------
+// Nobody counts at the end: the cluster that started last selects, and it waits for the entries themselves. An entry is stored and
+// loaded whole, and two of its words say which launch it is of, so a word of the workspace that holds anything else, an entry
+// of an earlier launch too, is not taken for one. All clusters run by then: waiting keeps none from starting.
+
+// What the entries of a launch carry: x for expert 0, and w.
+struct Marks {
+    uint32_t x, w;
+};
+
+constexpr uint32_t kExpertBits = 10, kEpochLowBits = 14, kTicketBits = 18;
+static_assert(kTickets == 1u << kTicketBits && kTicketBits + kEpochLowBits == 32);
+
+// `start` is the counter's value that a cluster found. Launches of one counter differ in the epoch, others in the ticket.
+__device__ __forceinline__ Marks marks_of(uint32_t ticket, uint32_t start) {
+    const uint32_t epoch = start >> kStartBits;
+    constexpr uint32_t kMagic = 0x5A7u << 20;
+    return {kMagic | epoch >> kEpochLowBits << kExpertBits | ((1u << kExpertBits) - 1), ticket << kEpochLowBits | (epoch & ((1u << kEpochLowBits) - 1))};
+}
+
+__device__ __forceinline__ void store_entry(Entry* at, const Entry& v) {
+    asm volatile(
+        "{\n\t.reg .b64 low, high;\n\t.reg .b128 all;\n\tmov.b64 low, {%1, %2};\n\tmov.b64 high, {%3, %4};\n\tmov.b128 all, {low, high};\n\t"
+        "st.relaxed.gpu.global.b128 [%0], all;\n\t}" ::"l"(at),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+        : "memory");
+}
+__device__ __forceinline__ Entry load_entry(const Entry* at) {
+    Entry v;
+    asm volatile(
+        "{\n\t.reg .b64 low, high;\n\t.reg .b128 all;\n\tld.relaxed.gpu.global.b128 all, [%4];\n\tmov.b128 {low, high}, all;\n\t"
+        "mov.b64 {%0, %1}, low;\n\tmov.b64 {%2, %3}, high;\n\t}"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(at)
+        : "memory");
+    return v;
+}
+// Leaves `v` as it is unless `condition`.
+__device__ __forceinline__ void load_entry_if(bool condition, const Entry* at, Entry& v) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t.reg .b64 low, high;\n\t.reg .b128 all;\n\tsetp.ne.u32 p, %5, 0;\n\tmov.b64 low, {%0, %1};\n\tmov.b64 high, {%2, %3};\n\t"
+        "mov.b128 all, {low, high};\n\t@p ld.relaxed.gpu.global.b128 all, [%4];\n\tmov.b128 {low, high}, all;\n\t"
+        "mov.b64 {%0, %1}, low;\n\tmov.b64 {%2, %3}, high;\n\t}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(at), "r"(static_cast<uint32_t>(condition))
+        : "memory");
+}
+
+// The threads that compute the gate, of a block that has more.
+__device__ __forceinline__ void sync_gate_threads() { asm volatile("barrier.sync.aligned 1, %0;" ::"n"(kGateThreads) : "memory"); }
+
+struct FewShared {
+    WarpSums<1> warps;
+    BlockSums<1> sums;
+    FewMemory selection;
+    uint64_t told;  // barrier of `start`
+    Marks marks;    // of the first block, sent with the sums
+    uint32_t start;
+};
+
+// By the last warp of a block: selects for the token that has the block's rank, if the cluster is the last to start.
+template <int kSlots>
+__device__ __forceinline__ void select_when_there(const RouterParams& p, uint32_t token, Marks marks, FewMemory& m) {
+    const Lanes<kSlots> lanes(p);
+    const Entry* first = reinterpret_cast<const Entry*>(p.scratch) + token * p.gate.experts + threadIdx.x % 32;
+    clear_candidates(m);
+    // Once on made-up keys while the weight is on its way, so that the instructions are there when they count.
+#pragma unroll 1
+    for (uint32_t pass = 0; pass < 2; ++pass) {
+        Entry entries[kSlots];
+        // What is no expert stays as it is.
+#pragma unroll
+        for (int j = 0; j < kSlots; ++j) entries[j] = make_uint4(0, kNever, 0, 0);
+        if (pass == 0) {
+            entries[0].y = ~threadIdx.x;
+        } else {
+            wait_for_prior_grids();
+            uint32_t wrong;
+            do {
+                uint32_t x = 0, w = 0;
+#pragma unroll
+                for (int j = 0; j < kSlots; ++j) {
+                    if (j < lanes.kAlwaysInside) {
+                        entries[j] = load_entry(first + lanes.pitch * j);
+                    } else {
+                        load_entry_if(lanes.inside(j), first + lanes.pitch * j, entries[j]);
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < kSlots; ++j) {
+                    if (!lanes.inside(j)) continue;
+                    x |= entries[j].x ^ marks.x;
+                    w |= entries[j].w ^ marks.w;
+                }
+                // The lowest bits are the expert's.
+                wrong = x >> kExpertBits | w;
+            } while (__any_sync(kAll, wrong != 0));
+        }
+        select_few<kSlots>(p, token, entries, pass == 1, m);
+    }
+}
+
+// The block's warps share the gate's work but the last, which finds out whether to select. Clusters have 8 blocks, as many as tokens.
+constexpr int kFewBlocksLog2 = 3, kFewBlocks = 1 << kFewBlocksLog2;
+static_assert(kFewBlocks == kMaxClusterBlocks && kFewBlocks == kGateTokens);
+
+__device__ __forceinline__ void select_if_last(const RouterParams& p, uint32_t rank, FewShared& memory) {
+    const uint32_t lane = threadIdx.x % 32, clusters = gridDim.x / kFewBlocks;
+    uint32_t start = 0;
+    if (rank == 0 && lane == 0) {
+        uint32_t* counter = moe_router_starts + p.ticket;
+        start = atomicAdd(counter, 1);
+        // The last one leaves it as the next launch wants it.
+        if (start % (1u << kStartBits) == clusters - 1) atomicAdd(counter, (1u << kStartBits) - clusters);
+    }
+    cluster_wait();
+    if (rank == 0) {
+        start = __shfl_sync(kAll, start, 0);
+        if (lane < p.gate.tokens) store_async(address_in_block(&memory.start, lane), start, address_in_block(&memory.told, lane));
+        if (lane == 31) {
+            const Marks marks = marks_of(p.ticket, start);
+            const uint32_t barrier = address_in_block(&memory.sums.arrived, 0);
+            store_async(address_in_block(&memory.marks.x, 0), marks.x, barrier);
+            store_async(address_in_block(&memory.marks.w, 0), marks.w, barrier);
+        }
+    }
+    if (rank >= p.gate.tokens) return;
+    wait_for_shared_bytes(&memory.told);
+    start = memory.start;
+    if (start % (1u << kStartBits) != clusters - 1) return;
+    const Marks marks = marks_of(p.ticket, start);
+    if (p.gate.experts <= 256) {
+        select_when_there<8>(p, rank, marks, memory.selection);
+    } else {
+        select_when_there<12>(p, rank, marks, memory.selection);
+    }
+}
+
+template <typename Weight, int kBatch>
+__device__ __forceinline__ void route_few(const RouterParams& p) {
+    __shared__ FewShared memory;
+    const uint32_t cluster = blockIdx.x / kFewBlocks, rank = blockIdx.x % kFewBlocks, warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+        init_barrier(&memory.told);
+        expect_bytes(&memory.told, sizeof memory.start);
+    }
+    expect_block_sums<1>(memory.sums, kFewBlocks, sizeof memory.marks);
+    if (warp == kGateWarps) {
+        select_if_last(p, rank, memory);
+        return;
+    }
+
+    const uint32_t token = threadIdx.x / kGateRows, expert = cluster * kGateRows + threadIdx.x % kGateRows;
+    const bool scores = rank == 0 && token < p.gate.tokens && expert < p.gate.experts;
+    Entry* entry = reinterpret_cast<Entry*>(p.scratch) + token * p.gate.experts + place_of(p, expert);
+    float bias = 0.0f;
+    GateSums<1> sums;
+    gate_slice_few<Weight, kBatch>(p.gate, cluster * kGateRows, rank * kGateWarps + warp, kFewBlocksLog2 + kGateWarpsLog2, sums, [&] {
+        // A bias is a weight: no kernel before writes it.
+        bias = __uint_as_float(load_u32_if(p.bias && scores, p.bias + expert));
+        // The blocks of the cluster run.
+        cluster_wait();
+    });
+    launch_dependent_grids();
+    store_warp_sums<1>(sums, memory.warps);
+    sync_gate_threads();
+    send_stored_sums<1>(memory.warps, memory.sums, rank);
+    if (!scores) return;
+
+    wait_for_shared_bytes(&memory.sums.arrived);
+    float logit = sum_of_blocks<1>(memory.sums, threadIdx.x, kFewBlocks);
+    if (p.logits_bf16) logit = round_to_bf16(logit);
+    const uint2 scored = scored_few(p, logit, bias);
+    store_entry(entry, make_uint4(memory.marks.x - expert, scored.y, scored.x, memory.marks.w));
+    if (p.logits) store_logit(p.logits, token * p.logits_row + expert, logit, p.logits_bf16);
+}
+
 #define HOTPATH_ROUTER(NAME, WEIGHT, TILES, ALIGNED, BATCH)                                                                \
     extern "C" __global__ void __launch_bounds__(kGateThreads, 2) moe_router_##NAME(const __grid_constant__ RouterParams p) { \
         route<WEIGHT, TILES, ALIGNED, BATCH>(p);                                                                           \
@@ -492,6 +870,13 @@ HOTPATH_ROUTER(bf16_any, uint16_t, 4, false, 1)
 HOTPATH_ROUTER(fp32_8, float, 1, true, 2)
 HOTPATH_ROUTER(fp32_32, float, 4, true, 1)
 HOTPATH_ROUTER(fp32_any, float, 4, false, 1)
+
+#define HOTPATH_ROUTER_FEW(NAME, WEIGHT, BATCH)                                                                            \
+    extern "C" __global__ void __launch_bounds__(kGateThreads + 32, 2) moe_router_##NAME(const __grid_constant__ RouterParams p) { \
+        route_few<WEIGHT, BATCH>(p);                                                                                       \
+    }
+HOTPATH_ROUTER_FEW(bf16_few, uint16_t, 4)
+HOTPATH_ROUTER_FEW(fp32_few, float, 2)
 
 }  // namespace
 }  // namespace hotpath

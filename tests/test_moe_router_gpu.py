@@ -16,8 +16,10 @@ from tests.moe_router_cases import (
     FORMS,
     FP32,
     Call,
+    Form,
     assert_logits_close,
     assert_routing,
+    call_of_logits,
     check,
     make_call,
     scores_of,
@@ -390,3 +392,140 @@ def test_inputs_at_every_alignment(weight: torch.dtype, rng: torch.Generator) ->
     for offset in range(1, 9):
         for names in (("hidden_states",), ("gate_weight",), ("hidden_states", "gate_weight")):
             check(call.changed(**{name: moved(call[name], offset) for name in names}))
+
+
+# Calls that the kernels for few tokens serve, whatever their number of tokens up to 8.
+_FEW = {
+    "kimi k2.6": {},
+    "deepseek v3": {},
+    "kimi linear": {},
+    "fp32 weight": {},
+    "fp32 weight, bf16 logits": {},
+    "odd sizes": {"hidden_layout": "contiguous"},
+    "16 of 384": {"experts": 384, "top_k": 16, "renormalize": False},
+    "384 of any size": {"experts": 371, "hidden": 1000, "top_k": 9},
+    "2 of 4 groups": {"experts": 64, "hidden": 4096, "top_k": 6, "n_group": 4, "topk_group": 2},
+    "4 of 16 groups": {"experts": 256, "n_group": 16, "topk_group": 4, "bias": False},
+    "no bias": {"n_group": 1, "topk_group": 1},
+    "as many as there are": {"experts": 16, "top_k": 16, "hidden": 8},
+}
+
+
+def _few(name: str, rng: torch.Generator, tokens: int) -> Call:
+    return make_call(CUDA, rng, FORMS.get(name, Form()), tokens=tokens, **_FEW[name])
+
+
+def _workspace(call: Call, offset: int = 0) -> torch.Tensor:
+    """A poisoned workspace ``offset`` elements behind an address that is a multiple of 16."""
+    return torch.full((workspace_elements(*call.shape) + offset,), -7, dtype=torch.int64, device=CUDA)[
+        offset:
+    ]
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+@pytest.mark.parametrize("name", list(_FEW))
+def test_both_kernels_for_few_tokens_return_the_same_bits(
+    name: str, tokens: int, rng: torch.Generator
+) -> None:
+    """A workspace that is not aligned to 16 bytes leaves only the kernels that serve every selection."""
+    call = _few(name, rng, tokens)
+    results = []
+    for offset in (0, 1):
+        one = call.with_outputs()
+        one.run(workspace=_workspace(call, offset))
+        results.append([one[argument] for argument in ("out_logits", "topk_weights", "topk_ids")])
+    for few, any_, argument in zip(*results, ("logits", "weights", "ids"), strict=True):
+        assert_same_bits(few, any_, argument)
+    check(call)
+
+
+@pytest.mark.parametrize("kind", ["equal", "two values", "nan", "infinite", "minus infinity", "nothing"])
+@pytest.mark.parametrize("name", ["kimi k2.6", "deepseek v3", "384 of any size", "2 of 4 groups"])
+def test_both_kernels_agree_on_awkward_logits(name: str, kind: str, rng: torch.Generator) -> None:
+    form = _few(name, rng, 1)
+    experts = form.shape[1]
+    logits = torch.randn(experts, generator=rng)
+    chosen = torch.rand(experts, generator=rng) < 0.2
+    if kind == "equal":
+        logits.fill_(0.25)
+    elif kind == "two values":
+        logits = torch.where(chosen, 1.0, -1.0)
+    elif kind == "nothing":
+        logits.fill_(-math.inf)
+    else:
+        logits[chosen] = {"nan": math.nan, "infinite": math.inf, "minus infinity": -math.inf}[kind]
+    options = {key: form[key] for key in ("n_group", "topk_group", "renormalize", "routed_scaling_factor")}
+    bias = torch.zeros(experts)
+    call = call_of_logits(logits, CUDA, bias=bias, factors=(1.0, 0.5, -1.0), top_k=form["top_k"], **options)
+    few = call.run(workspace=_workspace(call))
+    _assert_same(few, call.run(workspace=_workspace(call, 1)))
+
+
+def test_entries_of_earlier_launches_are_not_taken(rng: torch.Generator) -> None:
+    """A graph finds in its workspace what an earlier launch of it, or of another one, has left."""
+    calls = [_few("kimi k2.6", rng, tokens).with_outputs() for tokens in (1, 8, 3, 8)]
+    workspace = _workspace(calls[1])
+    graphs = [capture(lambda call=call: call.run(workspace=workspace))[0] for call in calls]
+    left = [workspace.clone()]
+    for _ in range(50):
+        for call, graph in zip(calls, graphs, strict=True):
+            call["hidden_states"].copy_(torch.randn(call["hidden_states"].shape, generator=rng))
+            alone = {"out_logits": None, "topk_weights": None, "topk_ids": None}
+            want = call.run(**alone)
+            workspace.copy_(left[int(torch.randint(len(left), (1,), generator=rng))])
+            for _ in range(2):
+                _clear(call)
+                graph.replay()
+                _assert_same((call["topk_weights"], call["topk_ids"]), want)
+            left.append(workspace.clone())
+
+
+def test_a_counter_serves_launches_of_different_sizes(rng: torch.Generator) -> None:
+    """Calls of several sizes in turn, of which no number divides that of the counters."""
+    names = ("kimi linear", "fp32 weight", "2 of 4 groups", "odd sizes", "16 of 384")
+    calls = [_few(name, rng, tokens) for name, tokens in zip(names, (1, 8, 3, 5, 2), strict=True)]
+    workspace = max((_workspace(call) for call in calls), key=torch.numel)
+    calls = [call.changed(workspace=workspace) for call in calls]
+    wants = [call.run() for call in calls]
+    calls = [call.with_outputs() for call in calls]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for call in calls:
+            _clear(call)
+        for _ in range(10_000):
+            for call in calls:
+                call.run()
+        for call, want in zip(calls, wants, strict=True):
+            _assert_same((call["topk_weights"], call["topk_ids"]), want)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_eight_streams_at_once(captured: bool, rng: torch.Generator) -> None:
+    names = list(_FEW)[:8]
+    calls = [_few(name, rng, tokens) for name, tokens in zip(names, (1, 8, 1, 2, 4, 5, 1, 8), strict=True)]
+    wants = [call.run() for call in calls]
+    calls = [call.changed(workspace=_workspace(call)).with_outputs() for call in calls]
+
+    def layers(call: Call) -> None:
+        for _ in range(30):
+            call.run()
+
+    bodies = [
+        capture(lambda call=call: layers(call))[0].replay if captured else lambda call=call: layers(call)
+        for call in calls
+    ]
+    streams = [torch.cuda.Stream() for _ in calls]
+    for _ in range(20):
+        for call in calls:
+            _clear(call)
+        torch.cuda.synchronize()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1_000_000)
+        for _ in range(5):
+            for body, stream in zip(bodies, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    body()
+        torch.cuda.synchronize()
+        for call, want in zip(calls, wants, strict=True):
+            _assert_same((call["topk_weights"], call["topk_ids"]), want)

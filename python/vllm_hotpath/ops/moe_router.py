@@ -72,7 +72,7 @@ def moe_router(
         out_logits: ``[M, E]`` of ``logits_dtype``, row stride free, column stride 1, for the logits.
         topk_weights: fp32 ``[M, top_k]``, contiguous. None allocates.
         topk_ids: int32 ``[M, top_k]``, contiguous. None allocates.
-        workspace: int64, at least ``M * (E + ceil(E / 16))`` elements, contiguous, for CUDA; its contents do
+        workspace: int64, at least ``2 * M * E`` elements, contiguous, for CUDA; its contents do
             not matter before and after. None allocates from torch's pool.
 
     Returns:

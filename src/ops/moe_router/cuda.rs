@@ -15,6 +15,13 @@ const TICKETS: u32 = 1 << 18;
 /// Tickets of calls that are not captured. More of them than launches wait in all queues of a device.
 const EAGER_TICKETS: u32 = 1 << 16;
 
+/// What the kernels for few tokens take. Their clusters have as many blocks as they take tokens: `Gate::cluster_blocks`.
+const FEW_TOKENS: i64 = 8;
+const FEW_EXPERTS: i64 = 384;
+const FEW_TOP_K: i64 = 16;
+/// They have a warp that selects beside those of the gate.
+const SELECTING_THREADS: u32 = 32;
+
 macro_rules! kernels {
     ($($name:ident = $symbol:literal;)*) => {
         $(static $name: Kernel = Kernel::new("moe_router", $symbol);)*
@@ -27,6 +34,8 @@ kernels! {
     BF16_16 = c"moe_router_bf16_16";
     BF16_32 = c"moe_router_bf16_32";
     BF16_ANY = c"moe_router_bf16_any";
+    BF16_FEW = c"moe_router_bf16_few";
+    FP32_FEW = c"moe_router_fp32_few";
     FP32_8 = c"moe_router_fp32_8";
     FP32_32 = c"moe_router_fp32_32";
     FP32_ANY = c"moe_router_fp32_any";
@@ -75,6 +84,27 @@ fn ticket(captured: bool) -> u32 {
     }
 }
 
+/// Whether the kernels for few tokens serve a call: what the models ask for.
+fn is_few(plan: &Plan<'_>) -> bool {
+    let (gate, choice) = (&plan.gate, plan.choice);
+    let group = gate.experts() / choice.groups;
+    let selection = match choice.selection {
+        Selection::Single => true,
+        // A lane has eight experts of one group.
+        Selection::Few => group >= 16 && group.cast_unsigned().is_power_of_two(),
+        Selection::Many => false,
+    };
+    // Entries are stored and loaded in one piece.
+    let aligned = plan.workspace.is_some_and(|workspace| workspace.data.addr().is_multiple_of(16));
+    selection
+        && choice.scoring == Scoring::Sigmoid
+        && choice.top_k <= FEW_TOP_K
+        && gate.tokens() <= FEW_TOKENS
+        && gate.experts() <= FEW_EXPERTS
+        && gate.is_aligned()
+        && aligned
+}
+
 pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
     let gate = &plan.gate;
     let pointer = |tensor: Option<&crate::tensor::Tensor>| tensor.map_or(ptr::null_mut(), |t| t.data);
@@ -103,7 +133,10 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
         renormalize: choice.renormalize.into(),
         logits_bf16: (plan.logits_dtype == DType::BF16).into(),
     };
+    let few = is_few(plan);
     let kernel = match (gate.weight.dtype == DType::BF16, gate.is_aligned(), gate.tokens()) {
+        (true, ..) if few => &BF16_FEW,
+        (false, ..) if few => &FP32_FEW,
         (true, false, _) => &BF16_ANY,
         (true, true, ..=8) => &BF16_8,
         (true, true, ..=16) => &BF16_16,
@@ -114,7 +147,7 @@ pub fn run(plan: &Plan<'_>, index: i32, stream: Stream) -> Result<()> {
     };
     let shape = Launch {
         grid: u64::from(gate.blocks()),
-        block: BLOCK_THREADS,
+        block: if few { BLOCK_THREADS + SELECTING_THREADS } else { BLOCK_THREADS },
         shared_bytes: 0,
         cluster: gate.cluster_blocks(),
     };

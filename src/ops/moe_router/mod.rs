@@ -22,6 +22,8 @@ const MAX_TOP_K: i64 = 32;
 const MAX_GROUPS: i64 = 32;
 /// K is a multiple of this.
 const HIDDEN_UNIT: i64 = 8;
+/// Elements of the workspace, of 8 bytes. The kernels for more tokens use 8 bytes an expert and 8 a cluster of experts.
+const WORKSPACE_PER_EXPERT: i64 = 2;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Scoring {
@@ -62,7 +64,7 @@ struct Plan<'a> {
     choice: Choice,
     topk_weights: &'a Tensor,
     topk_ids: &'a Tensor,
-    /// On CUDA: 8 bytes an expert and 8 bytes a cluster of experts, for each token.
+    /// On CUDA: 16 bytes an expert for each token.
     workspace: Option<&'a Tensor>,
 }
 
@@ -191,7 +193,7 @@ pub fn moe_router<'py>(
     let mut scratch = Tensor::unset(op, "workspace");
     let on_gpu = matches!(hidden.device, Device::Cuda(_));
     if workspace.is_some() || (on_gpu && tokens > 0) {
-        let elements = tokens * (experts + gate::clusters(experts));
+        let elements = tokens * WORKSPACE_PER_EXPERT * experts;
         let object = output(workspace, allocate, hidden.device, &[elements], DType::I64)?;
         arguments.read(&object, &mut scratch)?;
         scratch.expect_dtype(&[DType::I64])?;

@@ -245,9 +245,7 @@ def _make(gate: Gate, recipe: Recipe, tokens: int, device: torch.device, count: 
     weights = torch.empty(count, tokens, gate.top_k, device=device)
     ids = torch.empty(count, tokens, gate.top_k, dtype=torch.int32, device=device)
     # Layers of a model share one workspace, because each takes it from torch's pool in turn.
-    workspace = torch.empty(
-        tokens * (gate.experts + -(-gate.experts // 16)), dtype=torch.int64, device=device
-    )
+    workspace = torch.empty(2 * tokens * gate.experts, dtype=torch.int64, device=device)
     return [
         buffer_set(_problem(gate, recipe, tokens, draw), weights[i], ids[i], workspace) for i in range(count)
     ]
