@@ -101,7 +101,9 @@ __device__ __forceinline__ uint2 scored(const RouterParams& p, float logit, floa
 
 // As scored(), for sigmoid scores and kSingle or kFew.
 __device__ __forceinline__ uint2 scored_few(const RouterParams& p, float logit, float bias) {
-    const float score = sigmoid(logit), sum = score + bias;
+    float score = sigmoid(logit);
+    const float sum = score + bias;
+    if (p.selection == kSingle && p.gate.experts < kScoreKeptExperts) score = sum - bias;
     // What is not finite comes last, with weight zero.
     const bool counts = p.selection == kFew || (fabsf(logit) < INFINITY && fabsf(sum) < INFINITY);
     return counts ? make_uint2(__float_as_uint(score), order_key(sum)) : make_uint2(0, kMinusInfinityKey);
@@ -845,7 +847,6 @@ __device__ __forceinline__ void route_few(const RouterParams& p) {
         // The blocks of the cluster run.
         cluster_wait();
     });
-    launch_dependent_grids();
     store_warp_sums<1>(sums, memory.warps);
     sync_gate_threads();
     send_stored_sums<1>(memory.warps, memory.sums, rank);
@@ -856,6 +857,7 @@ __device__ __forceinline__ void route_few(const RouterParams& p) {
     if (p.logits_bf16) logit = round_to_bf16(logit);
     const uint2 scored = scored_few(p, logit, bias);
     store_entry(entry, make_uint4(memory.marks.x - expert, scored.y, scored.x, memory.marks.w));
+    launch_dependent_grids();
     if (p.logits) store_logit(p.logits, token * p.logits_row + expert, logit, p.logits_bf16);
 }
 

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use super::{Op, carry_out, output};
 use crate::dlpack::Arguments;
 use crate::error::{Error, Result};
-use crate::gate::{self, Gate, Logits};
+use crate::gate::{Gate, Logits};
 use crate::tensor::{DType, Device, Tensor};
 
 pub const ROUTER: Op = Op { name: "moe_router", stem: "moe_router", kernels: cuda::KERNELS };
