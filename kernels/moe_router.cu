@@ -850,6 +850,8 @@ __device__ __forceinline__ void route_few(const RouterParams& p) {
     store_warp_sums<1>(sums, memory.warps);
     sync_gate_threads();
     send_stored_sums<1>(memory.warps, memory.sums, rank);
+    // A block that only selects lets the next kernel start here; without, that one would start when the selection is done.
+    if (rank != 0) launch_dependent_grids();
     if (!scores) return;
 
     wait_for_shared_bytes(&memory.sums.arrived);
